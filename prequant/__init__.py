@@ -1,0 +1,1 @@
+"""Bake, validate and load pre-quantised checkpoints from a plan of quantpolicy."""

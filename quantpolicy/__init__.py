@@ -1,0 +1,1 @@
+"""One quantisation plan per diffusion model and machine. Importing this never imports torch."""

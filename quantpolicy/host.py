@@ -1,0 +1,168 @@
+"""A host: the facts of one machine, as data. Presets ship; detect() reads this machine.
+
+Which scheme a host prefers is policy and lives in families.yaml.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from functools import lru_cache
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from quantpolicy.errors import RequestError
+from quantpolicy.record import Record
+from quantpolicy.schemes import Scheme
+
+PRESETS_FILE = Path(__file__).parent / "data" / "hosts.yaml"
+
+
+class Backend(StrEnum):
+    """What runs the model."""
+
+    CUDA = "cuda"
+    ROCM = "rocm"
+    MPS = "mps"
+    CPU = "cpu"
+
+
+class HostClass(StrEnum):
+    """The market segment of the accelerator, which decides the order of the candidates."""
+
+    DATA_CENTER = "data_center"
+    WORKSTATION = "workstation"
+    CONSUMER = "consumer"
+    INTEGRATED = "integrated"
+    CPU = "cpu"
+
+
+class GemmLimit(Record):
+    """Shapes that the GEMM of a scheme rejects: fewer rows than ``min_rows``.
+
+    Args:
+        min_rows: fewest activation rows that work.
+        min_in_features: the limit applies to Linears with at least this many input features.
+        bias_only: the limit applies to Linears with a bias only.
+    """
+
+    scheme: Scheme
+    min_rows: int
+    min_in_features: int = 0
+    bias_only: bool = False
+
+    def applies(self, scheme: Scheme, in_features: int, has_bias: bool) -> bool:
+        """Tell whether the limit concerns a Linear of these properties."""
+        return (
+            scheme is self.scheme
+            and in_features >= self.min_in_features
+            and (has_bias or not self.bias_only)
+        )
+
+
+class Rates(Record):
+    """Measured or published speeds of the host.
+
+    Args:
+        gemm_tflops: effective TFLOP/s of a large Linear per scheme, ``dense`` being bf16.
+        copy_gb_per_s: device-to-device copy, bytes read plus bytes written, GB/s (10^9).
+        launch_us: host-side cost of one kernel launch in eager mode, microseconds.
+        source: where the numbers come from.
+    """
+
+    gemm_tflops: dict[Scheme, float]
+    copy_gb_per_s: float
+    launch_us: float
+    source: str
+
+
+class Host(Record):
+    """One machine.
+
+    Args:
+        name: preset name, or the device name as reported.
+        arch: ``sm90`` for CUDA, ``gfx942`` for ROCm, "" elsewhere.
+        memory_bytes: memory of one device (of the machine, for MPS and CPU).
+        fp8_dtype: the fp8 type that its matrix units multiply; "" when they multiply none.
+        gemm_limits: shapes its GEMMs reject.
+        rates: None when nothing is known; no time is predicted then.
+    """
+
+    name: str
+    backend: Backend
+    arch: str
+    host_class: HostClass
+    memory_bytes: int
+    fp8_dtype: str
+    gemm_limits: tuple[GemmLimit, ...] = ()
+    rates: Rates | None = None
+
+    @property
+    def sm(self) -> int:
+        """CUDA compute capability as one number (90 for 9.0), 0 for other back ends."""
+        return int(self.arch[2:]) if self.backend is Backend.CUDA else 0
+
+    def min_rows(self, scheme: Scheme, in_features: int, has_bias: bool) -> int:
+        """Return the fewest activation rows that such a Linear accepts, at least 1."""
+        limits = [
+            limit.min_rows
+            for limit in self.gemm_limits
+            if limit.applies(scheme, in_features, has_bias)
+        ]
+        return max(limits, default=1)
+
+    @classmethod
+    def load(cls, preset_or_file: str | Path) -> Host:
+        """Return a preset by name, or a host read from a YAML or JSON file.
+
+        Raises:
+            RequestError: there is no such preset or file, or the file is malformed.
+        """
+        name = str(preset_or_file)
+        presets = load_presets()
+        if name in presets:
+            return presets[name]
+        path = Path(preset_or_file)
+        if not path.is_file():
+            raise RequestError(
+                f"host {name!r}",
+                "no such preset or file",
+                allowed="known presets: " + ", ".join(presets),
+                remedy="choose one, or give a YAML file with a host record",
+            )
+        return _read_host(path)
+
+    @classmethod
+    def detect(cls) -> Host:
+        """Return the facts of this machine. Imports torch.
+
+        Unknown devices get the rates of no preset: their plans carry no predicted times.
+        """
+        from quantpolicy.detect import detect_host
+
+        return detect_host()
+
+
+def _read_host(path: Path) -> Host:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        host: Host = Host.model_validate(values)
+        return host
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RequestError(
+            str(path), f"cannot be read: {error}", remedy="give a YAML host record"
+        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise RequestError(
+            f"{path} {field}", str(first["msg"]), remedy="see `quantpolicy doctor --json`"
+        ) from error
+
+
+@lru_cache(maxsize=1)
+def load_presets() -> dict[str, Host]:
+    """Return the shipped hosts by name, in the order of the file."""
+    values = yaml.load(PRESETS_FILE.read_bytes(), Loader=yaml.CSafeLoader)
+    return {name: Host.model_validate({"name": name, **fields}) for name, fields in values.items()}

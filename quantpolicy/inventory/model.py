@@ -1,0 +1,60 @@
+"""The inventory record: the Linears of a component, and the bytes of the rest. Torch-free."""
+
+from __future__ import annotations
+
+from quantpolicy.record import Record
+from quantpolicy.schemes import DTYPE_BYTES
+
+
+class LinearFacts(Record):
+    """One Linear.
+
+    Args:
+        name: normalised module name.
+        out_features: rows of its weight.
+        in_features: columns of its weight.
+        dtype: dtype of its weight as it is loaded.
+        has_bias: whether it has a bias.
+        rows: activation rows M at the family's declared inputs; None when not known.
+        zero_rows: whether padded inputs can make activation rows exactly zero; False when not known
+            to.
+    """
+
+    name: str
+    out_features: int
+    in_features: int
+    dtype: str
+    has_bias: bool
+    rows: int | None = None
+    zero_rows: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of weights, the bias left out."""
+        return self.out_features * self.in_features
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the dense weight, the bias left out."""
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+class Inventory(Record):
+    """The Linears of one component.
+
+    Args:
+        class_name: diffusers or transformers class, "" when not known.
+        linears: in the order of the model, adapters left out.
+        other_bytes: bytes of every parameter and buffer that is not a Linear's weight.
+        source: ``shipped``, ``headers``, ``config`` or ``live``.
+    """
+
+    class_name: str
+    linears: tuple[LinearFacts, ...]
+    other_bytes: int
+    source: str
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the whole component when nothing is quantised."""
+        return sum(linear.dense_bytes for linear in self.linears) + self.other_bytes

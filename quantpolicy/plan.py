@@ -1,0 +1,286 @@
+"""The plan: one frozen, hashed record of what is quantised, why, and what runs on top.
+
+Nothing is decided here; the resolver fills it and executors obey it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from quantpolicy.errors import RequestError
+from quantpolicy.host import Host
+from quantpolicy.record import Record, canonical_json, sha256_of
+from quantpolicy.request import Request
+from quantpolicy.schemes import Cause, ComponentKind, Confidence, Execution, Quality, Scheme, Tier
+
+SCHEMA_VERSION = 1
+
+
+class PlannedLayer(Record):
+    """A Linear to quantise.
+
+    Args:
+        name: normalised module name.
+        shape: (out_features, in_features).
+        dtype: dense dtype of its weight.
+        pad_rows: rows that fewer activation rows are padded to at run time; 0 for no padding.
+    """
+
+    name: str
+    scheme: Scheme
+    shape: tuple[int, int]
+    dtype: str
+    pad_rows: int = 0
+
+
+class KeptLayer(Record):
+    """A Linear that stays dense, and why.
+
+    Args:
+        rule: id of the rule, or the name of the built-in check (``derived.small_m``) that kept it.
+    """
+
+    name: str
+    because: Cause
+    rule: str
+    shape: tuple[int, int]
+    dtype: str
+
+
+class SchemeSettings(Record):
+    """What, beside the scheme's name, decides the quantised bytes.
+
+    Args:
+        granularity: ``per_row`` for int8 and fp8, ``block_32`` for mxfp8, ``block_16`` for nvfp4,
+            "" for dense.
+        weight_dtype: storage dtype of the data, such as ``float8_e4m3fn``; "" for dense.
+        activation_floor: lower bound of an activation row's absolute maximum before it becomes a
+            scale.
+    """
+
+    granularity: str = ""
+    weight_dtype: str = ""
+    activation_floor: float = 0.0
+
+
+class ComponentPlan(Record):
+    """The decision for one component.
+
+    Args:
+        dtype: dtype in which the component is loaded before it is quantised.
+        keep_in_fp32: tokens of the modules whose tensors stay fp32 whatever ``dtype`` says.
+    """
+
+    kind: ComponentKind
+    class_name: str
+    scheme: Scheme
+    confidence: Confidence
+    dtype: str
+    keep_in_fp32: tuple[str, ...] = ()
+    settings: SchemeSettings = SchemeSettings()
+    layers: tuple[PlannedLayer, ...] = ()
+    kept: tuple[KeptLayer, ...] = ()
+
+    @property
+    def weights_digest(self) -> str:
+        """SHA-256 over what decides the baked bytes of this component, and nothing else."""
+        return sha256_of(
+            {
+                "scheme": self.scheme.value,
+                "dtype": self.dtype,
+                "keep_in_fp32": sorted(self.keep_in_fp32),
+                "settings": self.settings.model_dump(mode="json"),
+                "layers": [
+                    [layer.name, layer.scheme.value, *layer.shape, layer.dtype]
+                    for layer in sorted(self.layers, key=lambda layer: layer.name)
+                ],
+                "kept": [
+                    [layer.name, *layer.shape, layer.dtype]
+                    for layer in sorted(self.kept, key=lambda layer: layer.name)
+                ],
+            }
+        )
+
+
+class Decision(Record):
+    """One candidate, accepted or rejected.
+
+    Args:
+        candidate: the scheme considered.
+        rule: id of the rule behind it, "" when a host or model fact was.
+        detail: one sentence for a person, with the numbers.
+        predicted_ms: predicted time of one forward, None when there is no basis for a prediction.
+    """
+
+    component: str
+    candidate: Scheme
+    accepted: bool
+    because: Cause
+    rule: str
+    detail: str
+    predicted_ms: float | None = None
+
+
+class PlannedKernel(Record):
+    """A fusion to mount: its op, its contract and the component it is mounted on."""
+
+    component: str
+    op: str
+    contract: Quality
+
+
+class CompilePlan(Record):
+    """How the denoiser is compiled: ``mode`` is ``none`` or ``regional`` (its repeated blocks)."""
+
+    mode: str = "none"
+    max_autotune: bool = False
+
+
+class MemoryItem(Record):
+    """One line of the memory estimate."""
+
+    component: str
+    what: str
+    bytes: int
+
+
+class MemoryPlan(Record):
+    """The estimate of resident memory; ``total_bytes`` is the exact sum of the items.
+
+    Args:
+        budget_bytes: what the request or the host allows.
+        fits: whether the total is within the budget.
+    """
+
+    items: tuple[MemoryItem, ...]
+    total_bytes: int
+    budget_bytes: int
+    fits: bool
+
+
+class Workload(Record):
+    """The input sizes that predictions are made for.
+
+    Args:
+        image_tokens: tokens of the image or video stream in one sample.
+        batch: samples in one forward.
+        declared: True when these are the family's declared inputs, False when the request gave
+            them.
+    """
+
+    image_tokens: int
+    batch: int
+    declared: bool
+
+
+class QuantPlan(Record):
+    """One resolved plan. Equal inputs give equal bytes on any machine."""
+
+    schema_version: int = SCHEMA_VERSION
+    family: str
+    tier: Tier
+    quality: Quality
+    execution: Execution
+    host: Host
+    request: Request
+    rules_digest: str
+    workload: Workload | None
+    components: dict[str, ComponentPlan]
+    decisions: tuple[Decision, ...]
+    kernels: tuple[PlannedKernel, ...]
+    compile: CompilePlan
+    memory: MemoryPlan
+    lifted: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def weights_digest(self) -> str:
+        """SHA-256 over what decides the baked bytes of all components."""
+        return sha256_of({name: part.weights_digest for name, part in self.components.items()})
+
+    @property
+    def plan_digest(self) -> str:
+        """SHA-256 over the whole plan."""
+        return sha256_of(self._body())
+
+    def _body(self) -> dict[str, object]:
+        return self.model_dump(mode="json")
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the plan as plain JSON values, both digests included."""
+        body = self._body()
+        return {
+            **body,
+            "weights_digest": self.weights_digest,
+            "plan_digest": sha256_of(body),
+        }
+
+    def to_json(self) -> str:
+        """Return the canonical JSON of the plan (RFC 8785), both digests included."""
+        return canonical_json(self.to_dict()).decode()
+
+    @classmethod
+    def from_dict(cls, values: dict[str, object], *, where: str = "plan") -> QuantPlan:
+        """Read a plan from JSON values and check both digests.
+
+        Raises:
+            RequestError: a field is missing, unknown or of the wrong type, or a digest does not
+                match.
+        """
+        body = dict(values)
+        digests = {key: body.pop(key, None) for key in ("weights_digest", "plan_digest")}
+        try:
+            plan = cls.model_validate(body)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in first["loc"])
+            raise RequestError(
+                f"{where}.{field}",
+                str(first["msg"]),
+                remedy="resolve the plan again with this version",
+            ) from error
+        for key, digest in digests.items():
+            if digest != getattr(plan, key):
+                raise RequestError(
+                    f"{where}.{key}",
+                    f"{digest} does not match the plan's content ({getattr(plan, key)})",
+                    remedy="resolve the plan again instead of editing it",
+                )
+        return plan
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, where: str = "plan") -> QuantPlan:
+        """Read a plan from its JSON text; see ``from_dict``."""
+        import json
+
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise RequestError(
+                where, f"not JSON: {error}", remedy="give the output of resolve --json"
+            ) from error
+        if not isinstance(values, dict):
+            raise RequestError(
+                where, "not a JSON object", remedy="give the output of resolve --json"
+            )
+        return cls.from_dict(values, where=where)
+
+    @classmethod
+    def from_file(cls, path: Path) -> QuantPlan:
+        """Read a plan from a JSON file; see ``from_dict``."""
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise RequestError(
+                str(path), f"cannot be read: {error.strerror}", remedy="check the path"
+            ) from error
+        return cls.from_json(text, where=str(path))
+
+    def explain(self) -> str:
+        """Return the plan as text for a person: each decision and each kept layer, with reasons."""
+        from quantpolicy.explain import explain_plan
+
+        text: str = explain_plan(self)
+        return text

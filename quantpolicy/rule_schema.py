@@ -1,0 +1,240 @@
+"""The pydantic schema of families.yaml: what a rule table may say. Nothing is decided here."""
+
+from __future__ import annotations
+
+import datetime
+from enum import StrEnum
+
+from pydantic import Field
+
+from quantpolicy.host import Backend, HostClass
+from quantpolicy.record import Record
+from quantpolicy.schemes import Cause, ComponentKind, Quality, Scheme
+
+
+class Effect(StrEnum):
+    """What a rule does under its schemes; ``exclude`` and ``pad_rows`` also name modules.
+
+    deny: the scheme is not available for the component.
+    exclude: the matched Linears stay dense under the scheme.
+    pad_rows: the matched Linears are quantised, and few activation rows are padded at run time.
+    keep_dense_if_resident: when auto arrives at the scheme because a faster one is denied, a
+        component that fits
+        memory in full stays dense.
+    """
+
+    DENY = "deny"
+    EXCLUDE = "exclude"
+    PAD_ROWS = "pad_rows"
+    KEEP_DENSE_IF_RESIDENT = "keep_dense_if_resident"
+
+
+class Fact(StrEnum):
+    """Facts that can lift a rule."""
+
+    ACTIVATION_FLOOR = "activation_floor"
+
+
+class EvidenceKind(StrEnum):
+    """Where an evidence record comes from."""
+
+    MEASURED = "measured"
+    PUBLISHED = "published"
+    DERIVED = "derived"
+
+
+class EvidenceRecord(Record):
+    """A measured or published fact.
+
+    Args:
+        source: the command or the publication.
+        gpu: device measured on, "" for a fact that needs none.
+        resolution: ``WIDTHxHEIGHT``; frames, steps and tokens complete the workload.
+        min_tokens, max_tokens: the image token counts that the record speaks for.
+        versions: package name to version.
+        metrics: name with unit to value.
+    """
+
+    kind: EvidenceKind
+    source: str
+    date: datetime.date
+    gpu: str = ""
+    resolution: str = ""
+    frames: int | None = None
+    steps: int | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    versions: dict[str, str] = Field(default_factory=dict)
+    metrics: dict[str, float] = Field(default_factory=dict)
+    note: str = ""
+
+
+class Rule(Record):
+    """One rule.
+
+    Args:
+        component: the kind of component that it speaks of.
+        tokens: module tokens of ``exclude`` and ``pad_rows``.
+        rows: rows to pad to, for ``pad_rows``.
+        unless: facts that lift the rule.
+        expect: number of Linears that the tokens match on the released config, per family or for
+            all.
+    """
+
+    id: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    component: ComponentKind = ComponentKind.DENOISER
+    schemes: tuple[Scheme, ...] = Field(min_length=1)
+    effect: Effect
+    because: Cause
+    tokens: tuple[str, ...] = ()
+    rows: int | None = Field(default=None, gt=1)
+    unless: tuple[Fact, ...] = ()
+    evidence: tuple[str, ...] = ()
+    expect: int | dict[str, int] | None = None
+    note: str = ""
+
+
+class SchemePolicy(Record):
+    """What a scheme requires of hosts and layers, and how its bytes are made.
+
+    Args:
+        alignment: in_features and out_features must be multiples of this.
+        min_sm: least CUDA compute capability (89 for 8.9); None when CUDA never runs it.
+        rocm_archs: ROCm architectures that run it.
+        dtypes: weight dtypes it can be made from.
+    """
+
+    granularity: str
+    alignment: int
+    min_sm: int | None = None
+    rocm_archs: tuple[str, ...] = ()
+    dtypes: tuple[str, ...]
+    activation_floor: float = 0.0
+
+
+class Ladder(Record):
+    """Candidates for the hosts that match; the first ladder that matches counts."""
+
+    backend: Backend
+    host_classes: tuple[HostClass, ...]
+    min_sm: int = 0
+    archs: tuple[str, ...] = ()
+    schemes: tuple[Scheme, ...]
+
+
+class InputSpec(Record):
+    """One forward argument of the shape-only probe.
+
+    Args:
+        shape: of the tensor; None for a plain value.
+        dtype: of the tensor.
+        valid: for a mask of [batch, tokens]: how many leading tokens are valid.
+        value: a plain value, or the fill of the tensor.
+        listed: wrap the tensor in a list of one.
+    """
+
+    shape: tuple[int, ...] | None = None
+    dtype: str = "bfloat16"
+    valid: int | None = None
+    value: float | bool | list[list[list[int]]] | None = None
+    listed: bool = False
+
+
+class Geometry(Record):
+    """How pixels become tokens: strides of the VAE, patch sizes, and the batch of one forward.
+
+    Args:
+        image_tokens: tokens of one sample at the declared inputs.
+        batch: samples of one forward at the declared inputs.
+    """
+
+    spatial_stride: int
+    temporal_stride: int = 1
+    spatial_patch: int = 1
+    temporal_patch: int = 1
+    image_tokens: int
+    batch: int = 1
+
+
+class ComponentSpec(Record):
+    """A component of a family.
+
+    Args:
+        config: constructor arguments of the released model, on top of the class defaults.
+        inventory: name of the shipped inventory, "" when none ships.
+        size_bytes: size of the released component when dense.
+        keep_in_fp32: tokens of the modules whose tensors stay fp32.
+    """
+
+    kind: ComponentKind
+    class_name: str = ""
+    config: dict[str, object] = Field(default_factory=dict)
+    inventory: str = ""
+    size_bytes: int
+    dtype: str = "bfloat16"
+    keep_in_fp32: tuple[str, ...] = ()
+
+
+class Recognition(Record):
+    """How a family is told from the others.
+
+    Args:
+        class_name: class of its denoiser.
+        config: config values of the denoiser that must be equal.
+        pipelines: pipeline classes; empty for any.
+        repos: known repository ids.
+    """
+
+    class_name: str
+    config: dict[str, object] = Field(default_factory=dict)
+    pipelines: tuple[str, ...] = ()
+    repos: tuple[str, ...] = ()
+
+
+class KernelSpec(Record):
+    """A fusion that the family may mount."""
+
+    op: str
+    contract: Quality
+
+
+class FamilySpec(Record):
+    """One family.
+
+    Args:
+        groups: names of the rule groups that apply, in order, before its own rules.
+        measured: schemes for which there is evidence on this family, with the evidence ids.
+        inputs: forward arguments of the shape-only probe at the released input sizes.
+    """
+
+    title: str
+    recognise: Recognition
+    components: dict[str, ComponentSpec]
+    groups: tuple[str, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    measured: dict[Scheme, tuple[str, ...]] = Field(default_factory=dict)
+    geometry: Geometry | None = None
+    inputs: dict[str, InputSpec] = Field(default_factory=dict)
+    kernels: tuple[KernelSpec, ...] = ()
+    note: str = ""
+
+
+class RuleFile(Record):
+    """The whole of families.yaml.
+
+    Args:
+        min_features: Linears with fewer input or output features stay dense.
+        rules: apply to every family, the generic one included.
+        groups: rules that several families share.
+        generic: rules of a denoiser whose class no family names.
+    """
+
+    version: int
+    min_features: int
+    schemes: dict[Scheme, SchemePolicy]
+    ladders: tuple[Ladder, ...]
+    evidence: dict[str, EvidenceRecord]
+    rules: tuple[Rule, ...] = ()
+    groups: dict[str, tuple[Rule, ...]] = Field(default_factory=dict)
+    generic: tuple[Rule, ...] = ()
+    families: dict[str, FamilySpec]
