@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quantpolicy.match import block_pattern
 from quantpolicy.record import Record
 from quantpolicy.schemes import DTYPE_BYTES
 
@@ -58,3 +59,23 @@ class Inventory(Record):
     def dense_bytes(self) -> int:
         """Bytes of the whole component when nothing is quantised."""
         return sum(linear.dense_bytes for linear in self.linears) + self.other_bytes
+
+    def with_rows_of(self, reference: Inventory) -> Inventory:
+        """Return this inventory with the rows and zero rows of another, matched by name.
+
+        A name that the reference lacks takes the values of its block pattern: the fewest rows, and
+        zero rows when any Linear of the pattern has them. Linears without a match stay as they are.
+        """
+        exact = {fact.name: (fact.rows, fact.zero_rows) for fact in reference.linears}
+        patterns: dict[str, tuple[int | None, bool]] = {}
+        for fact in reference.linears:
+            pattern = block_pattern(fact.name)
+            rows, zero_rows = patterns.get(pattern, (None, False))
+            known = [value for value in (rows, fact.rows) if value is not None]
+            patterns[pattern] = (min(known, default=None), zero_rows or fact.zero_rows)
+        linears = []
+        for fact in self.linears:
+            found = exact.get(fact.name) or patterns.get(block_pattern(fact.name))
+            rows, zero_rows = found or (fact.rows, fact.zero_rows)
+            linears.append(fact.model_copy(update={"rows": rows, "zero_rows": zero_rows}))
+        return self.model_copy(update={"linears": tuple(linears)})
