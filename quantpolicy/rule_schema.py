@@ -53,6 +53,7 @@ class EvidenceRecord(Record):
         min_tokens, max_tokens: the image token counts that the record speaks for.
         versions: package name to version.
         metrics: name with unit to value.
+        date: measured on, or read on for a publication.
     """
 
     kind: EvidenceKind
@@ -77,8 +78,9 @@ class Rule(Record):
         tokens: module tokens of ``exclude`` and ``pad_rows``.
         rows: rows to pad to, for ``pad_rows``.
         unless: facts that lift the rule.
-        expect: number of Linears that the tokens match on the released config, per family or for
-            all.
+        expect: number of Linears that the tokens match on the released config, one number or one a
+            family. Every ``exclude`` and ``pad_rows`` rule of a group or a family has it; rules
+            common to all families and the generic ones cannot.
     """
 
     id: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
@@ -123,21 +125,40 @@ class Ladder(Record):
 
 
 class InputSpec(Record):
-    """One forward argument of the shape-only probe.
+    """One forward argument of a probe: a tensor, a list of tensors, or a plain value.
 
     Args:
-        shape: of the tensor; None for a plain value.
-        dtype: of the tensor.
-        valid: for a mask of [batch, tokens]: how many leading tokens are valid.
-        value: a plain value, or the fill of the tensor.
-        listed: wrap the tensor in a list of one.
+        shape: of the tensor; None for a list or a plain value.
+        shapes: of each tensor of a list.
+        dtype: of the tensor or tensors.
+        valid: leading tokens of each sample that hold values; the tokens after them are zero. One
+            number a sample; empty for all.
+        value: a plain value, or the fill of the tensor; without one, floats are random.
+        start: the tensor counts up from this number.
+        runs: the tensor is these [value, count] runs, one after another.
     """
 
     shape: tuple[int, ...] | None = None
+    shapes: tuple[tuple[int, ...], ...] = ()
     dtype: str = "bfloat16"
-    valid: int | None = None
-    value: float | bool | list[list[list[int]]] | None = None
-    listed: bool = False
+    valid: tuple[int, ...] = ()
+    value: bool | int | float | list[list[list[int]]] | None = None
+    start: int | None = None
+    runs: tuple[tuple[int, int], ...] = ()
+
+
+class TinySpec(Record):
+    """A small model of a class, with inputs that pad every stream which can be padded.
+
+    Args:
+        class_name: diffusers class.
+        config: constructor arguments, on top of the class defaults.
+        inputs: forward arguments.
+    """
+
+    class_name: str
+    config: dict[str, object]
+    inputs: dict[str, InputSpec]
 
 
 class Geometry(Record):
@@ -205,6 +226,9 @@ class FamilySpec(Record):
         groups: names of the rule groups that apply, in order, before its own rules.
         measured: schemes for which there is evidence on this family, with the evidence ids.
         inputs: forward arguments of the shape-only probe at the released input sizes.
+        short_streams: token to the fewest rows that its Linears can see, for side streams that are
+            empty in some requests.
+        tiny: name of the small model of its class.
     """
 
     title: str
@@ -215,6 +239,8 @@ class FamilySpec(Record):
     measured: dict[Scheme, tuple[str, ...]] = Field(default_factory=dict)
     geometry: Geometry | None = None
     inputs: dict[str, InputSpec] = Field(default_factory=dict)
+    short_streams: dict[str, int] = Field(default_factory=dict)
+    tiny: str = ""
     kernels: tuple[KernelSpec, ...] = ()
     note: str = ""
 
@@ -227,6 +253,7 @@ class RuleFile(Record):
         rules: apply to every family, the generic one included.
         groups: rules that several families share.
         generic: rules of a denoiser whose class no family names.
+        tiny: small models of the denoiser classes, for zero rows and for tests.
     """
 
     version: int
@@ -237,4 +264,5 @@ class RuleFile(Record):
     rules: tuple[Rule, ...] = ()
     groups: dict[str, tuple[Rule, ...]] = Field(default_factory=dict)
     generic: tuple[Rule, ...] = ()
+    tiny: dict[str, TinySpec] = Field(default_factory=dict)
     families: dict[str, FamilySpec]
