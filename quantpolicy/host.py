@@ -5,12 +5,14 @@ Which scheme a host prefers is policy and lives in families.yaml.
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
+from typing import Self
 
 import yaml
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from quantpolicy.errors import RequestError
 from quantpolicy.record import Record
@@ -93,10 +95,19 @@ class Host(Record):
     backend: Backend
     arch: str
     host_class: HostClass
-    memory_bytes: int
+    memory_bytes: int = Field(gt=0)
     fp8_dtype: str
     gemm_limits: tuple[GemmLimit, ...] = ()
     rates: Rates | None = None
+
+    @model_validator(mode="after")
+    def _check_arch(self) -> Self:
+        form = {Backend.CUDA: r"sm\d{2,3}", Backend.ROCM: r"gfx[0-9a-f]{3,4}"}.get(self.backend, "")
+        if not re.fullmatch(form, self.arch):
+            wanted = "such as sm90" if self.backend is Backend.CUDA else "such as gfx942"
+            wanted = wanted if form else "empty"
+            raise ValueError(f"arch {self.arch!r} of a {self.backend} host must be {wanted}")
+        return self
 
     @property
     def sm(self) -> int:
@@ -137,7 +148,7 @@ class Host(Record):
     def detect(cls) -> Host:
         """Return the facts of this machine. Imports torch.
 
-        Unknown devices get the rates of no preset: their plans carry no predicted times.
+        A device like no preset gets no rates: its plans carry no predicted times.
         """
         from quantpolicy.detect import detect_host
 

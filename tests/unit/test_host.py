@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import pytest
+
+from quantpolicy.errors import RequestError
+from quantpolicy.host import Backend, Host, HostClass, load_presets
+from quantpolicy.schemes import Scheme
+
+PRESETS = [
+    "b200",
+    "h200",
+    "h100",
+    "a100",
+    "l40s",
+    "rtx4090",
+    "rtx5090",
+    "rtx3090",
+    "mi300x",
+    "apple-m",
+    "cpu",
+]
+
+
+def test_the_presets_are_those_of_the_documentation() -> None:
+    assert list(load_presets()) == PRESETS
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_says_where_its_rates_come_from(name: str) -> None:
+    host = Host.load(name)
+    assert host.name == name
+    assert host.rates is not None
+    assert host.rates.source.startswith(("measured:", "datasheet", "compute as", "assumed"))
+    assert host.rates.gemm_tflops[Scheme.DENSE] > 0
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_int8_needs_seventeen_rows_everywhere(name: str) -> None:
+    assert Host.load(name).min_rows(Scheme.INT8, 64, has_bias=False) == 17
+
+
+def test_hopper_needs_42_rows_for_fp8_with_bias_and_many_features() -> None:
+    h200 = Host.load("h200")
+    assert h200.min_rows(Scheme.FP8, 12288, has_bias=True) == 42
+    assert h200.min_rows(Scheme.FP8, 12287, has_bias=True) == 1
+    assert h200.min_rows(Scheme.FP8, 12288, has_bias=False) == 1
+    assert Host.load("b200").min_rows(Scheme.FP8, 12288, has_bias=True) == 1
+
+
+def test_int8_is_slower_than_bf16_on_h200_and_faster_on_consumer_boards() -> None:
+    def ratio(name: str) -> float:
+        rates = Host.load(name).rates
+        assert rates is not None
+        return rates.gemm_tflops[Scheme.INT8] / rates.gemm_tflops[Scheme.DENSE]
+
+    assert ratio("h200") < 0.8
+    assert all(ratio(name) > 2 for name in ("rtx3090", "rtx4090", "rtx5090"))
+
+
+def test_fp8_type_per_preset() -> None:
+    types = {name: Host.load(name).fp8_dtype for name in PRESETS}
+    assert [name for name, dtype in types.items() if not dtype] == [
+        "a100",
+        "rtx3090",
+        "apple-m",
+        "cpu",
+    ]
+    assert types["mi300x"] == "float8_e4m3fnuz"
+    assert types["h200"] == "float8_e4m3fn"
+
+
+def test_sm_is_zero_off_cuda() -> None:
+    assert Host.load("h200").sm == 90
+    assert Host.load("rtx5090").sm == 120
+    assert Host.load("mi300x").sm == 0
+
+
+def test_a_host_file_is_read(tmp_path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "\ufeffname: mine\nbackend: cuda\narch: sm89\nhost_class: workstation\n"
+        "memory_bytes: 51539607552\nfp8_dtype: float8_e4m3fn\n",
+        encoding="utf-8",
+    )
+    host = Host.load(path)
+    assert (host.backend, host.host_class, host.rates) == (
+        Backend.CUDA,
+        HostClass.WORKSTATION,
+        None,
+    )
+
+
+def test_an_unknown_host_names_the_presets() -> None:
+    with pytest.raises(RequestError, match="known presets: b200, h200"):
+        Host.load("h300")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("arch: '9.0'", "such as sm90"),
+        ("arch: sm90\nspeed: 1", "speed"),
+        ("arch: sm90\nmemory_bytes: 0", "memory_bytes"),
+        ("arch: [", "cannot be read"),
+        ("", "arch"),
+    ],
+)
+def test_a_malformed_host_file_is_one_sentence(tmp_path, line: str, message: str) -> None:
+    path = tmp_path / "host.yaml"
+    memory = "" if "memory_bytes" in line else "memory_bytes: 1\n"
+    path.write_text(
+        f"name: x\nbackend: cuda\nhost_class: consumer\n{memory}fp8_dtype: ''\n{line}\n"
+    )
+    with pytest.raises(RequestError, match=message) as caught:
+        Host.load(path)
+    assert "\n\n" not in str(caught.value)
