@@ -62,9 +62,37 @@ class QuantPolicyError(Exception):
 
 
 class RuleTableError(QuantPolicyError):
-    """A rule table (families.yaml or an overlay) is malformed."""
+    """A rule table (families.yaml or an overlay) is malformed.
+
+    Args:
+        others: further errors found in the same pass; the message names their places.
+    """
 
     exit_code = 2
+
+    def __init__(
+        self,
+        where: str,
+        found: str,
+        *,
+        allowed: str = "",
+        remedy: str = "",
+        others: Sequence[RuleTableError] = (),
+    ) -> None:
+        self.others = tuple(others)
+        super().__init__(where, found, allowed=allowed, remedy=remedy)
+
+    def _sentence(self) -> str:
+        sentence = super()._sentence()
+        if not self.others:
+            return sentence
+        places = ", ".join(error.where for error in self.others[:8])
+        more = f", and {len(self.others) - 8} more" if len(self.others) > 8 else ""
+        return f"{sentence.removesuffix('.')} (also wrong: {places}{more})."
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the error and the further ones as plain JSON values."""
+        return {**super().to_dict(), "others": [error.to_dict() for error in self.others]}
 
 
 class RequestError(QuantPolicyError):

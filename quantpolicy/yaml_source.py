@@ -87,6 +87,18 @@ class YamlSource:
                 break
         return line
 
+    def has(self, path: YamlPath) -> bool:
+        """Tell whether the file itself gives the path."""
+        value: Plain = self.values
+        for part in path:
+            if isinstance(value, dict) and part in value:
+                value = value[str(part)]
+            elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+                value = value[part]
+            else:
+                return False
+        return True
+
     def where(self, path: YamlPath) -> str:
         """Return ``file:line path``, as errors name a place."""
         return describe_place(self.name, self.line(path), path)

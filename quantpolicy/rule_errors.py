@@ -1,0 +1,160 @@
+"""Turn what pydantic found in a rule table into sentences with file, line and near names."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from types import UnionType
+from typing import TypeAlias, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from quantpolicy.errors import RuleTableError
+from quantpolicy.record import Record
+from quantpolicy.schemes import RULE_CAUSES, Cause
+from quantpolicy.yaml_source import Plain, YamlPath, YamlSource
+
+_Model = TypeVar("_Model", bound=Record)
+_Annotation: TypeAlias = object
+
+_MEANT = {
+    "string_type": "text",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "date_type": "a date such as 2026-11-30",
+    "date_parsing": "a date such as 2026-11-30",
+    "date_from_datetime_parsing": "a date such as 2026-11-30",
+}
+
+
+def validate_source(model: type[_Model], source: YamlSource) -> _Model:
+    """Return the record that the file holds; types are strict, nothing is converted.
+
+    Raises:
+        RuleTableError: with every error of the file.
+    """
+    try:
+        return model.model_validate_json(json.dumps(source.values), strict=True)
+    except ValidationError as error:
+        raise_all(_explain(model, source, error.errors(include_url=False)))
+        raise AssertionError("a validation error without an error") from error
+
+
+def raise_all(errors: Iterable[RuleTableError]) -> None:
+    """Raise the first of the errors with the others attached; return when there are none."""
+    found = list(errors)
+    if not found:
+        return
+    first, *others = found
+    raise RuleTableError(
+        first.where, first.found, allowed=first.allowed, remedy=first.remedy, others=others
+    )
+
+
+def suggest(name: str, known: Iterable[str]) -> tuple[str, str]:
+    """Return what is known, and a remedy that names the nearest of it."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    remedy = f"did you mean {near[0]!r}" if near else "use one of them"
+    return "known: " + ", ".join(names), remedy
+
+
+def _explain(
+    model: type[Record], source: YamlSource, details: Sequence[ErrorDetails]
+) -> list[RuleTableError]:
+    errors: dict[YamlPath, RuleTableError] = {}
+    for detail in details:
+        path = _yaml_path(source.values, detail["loc"])
+        found, allowed, remedy = _sentence(model, path, detail)
+        place = path[:-1] if _is_list_item(path, detail["input"]) else path
+        if detail["type"] == "extra_forbidden":
+            place = path[:-1]
+        where = f"{source.name}:{source.line(path)} {source.where(place).partition(' ')[2]}"
+        errors.setdefault(
+            path, RuleTableError(where.strip(), found, allowed=allowed, remedy=remedy)
+        )
+    return sorted(errors.values(), key=lambda error: int(error.where.split(" ")[0].split(":")[-1]))
+
+
+def _is_list_item(path: YamlPath, value: object) -> bool:
+    return bool(path) and isinstance(path[-1], int) and not isinstance(value, dict | list)
+
+
+def _yaml_path(values: Plain, loc: tuple[str | int, ...]) -> YamlPath:
+    """Return the location without the parts that pydantic adds for keys and unions."""
+    path: list[str | int] = []
+    for part in loc:
+        if isinstance(values, dict) and part in values:
+            values = values[str(part)]
+        elif isinstance(values, list) and isinstance(part, int):
+            values = values[part]
+        else:
+            continue
+        path.append(part)
+    return tuple(path)
+
+
+def _sentence(model: type[Record], path: YamlPath, detail: ErrorDetails) -> tuple[str, str, str]:
+    """Return (found, allowed, remedy)."""
+    kind, value, last = detail["type"], detail["input"], detail["loc"][-1]
+    if kind == "extra_forbidden":
+        owner = annotation_at(model, path[:-1])
+        assert isinstance(owner, type)
+        assert issubclass(owner, BaseModel)
+        return f"unknown key {last!r}", *suggest(str(last), owner.model_fields)
+    if kind == "missing":
+        return f"required key {last!r} is missing", "", f"add {last}"
+    if kind == "enum":
+        enum = annotation_at(model, path, key=last == "[key]")
+        assert isinstance(enum, type)
+        assert issubclass(enum, StrEnum)
+        known = RULE_CAUSES if enum is Cause else enum
+        return f"unknown {_noun(enum)} {value!r}", *suggest(str(value), known)
+    shown = "nothing" if value is None else json.dumps(value, default=str)[:60]
+    if kind == "string_type" and isinstance(value, bool | int | float):
+        return f"{shown} where text is meant", "", "quote it"
+    if kind in _MEANT:
+        return f"{shown} where {_MEANT[kind]} is meant", "", f"write {_MEANT[kind]}"
+    return f"{shown}: {detail['msg']}", "", "correct the value"
+
+
+def _noun(enum: type[StrEnum]) -> str:
+    letters = (f" {letter.lower()}" if letter.isupper() else letter for letter in enum.__name__)
+    return "".join(letters).strip()
+
+
+def annotation_at(model: type[Record], path: YamlPath, *, key: bool = False) -> _Annotation:
+    """Return the type that the schema declares at a path, or for the key itself."""
+    annotation: _Annotation = model
+    for depth, part in enumerate(path):
+        annotation = _inside(annotation, part, key=key and depth == len(path) - 1)
+    return _without_none(annotation)
+
+
+def _inside(annotation: _Annotation, part: str | int, *, key: bool) -> _Annotation:
+    annotation = _without_none(annotation)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is dict:
+        return arguments[0] if key else arguments[1]
+    if origin in (tuple, list):
+        return arguments[0]
+    assert isinstance(annotation, type)
+    assert issubclass(annotation, BaseModel)
+    return annotation.model_fields[str(part)].annotation
+
+
+def _without_none(annotation: _Annotation) -> _Annotation:
+    if get_origin(annotation) in (Union, UnionType):
+        choices = [item for item in get_args(annotation) if item is not type(None)]
+        mappings = [item for item in choices if get_origin(item) is dict]
+        return (mappings or choices)[0]
+    return annotation
