@@ -103,6 +103,7 @@ class SchemePolicy(Record):
         alignment: in_features and out_features must be multiples of this.
         min_sm: least CUDA compute capability (89 for 8.9); None when CUDA never runs it.
         rocm_archs: ROCm architectures that run it.
+        backends: back ends other than CUDA and ROCm that run it.
         dtypes: weight dtypes it can be made from.
     """
 
@@ -110,6 +111,7 @@ class SchemePolicy(Record):
     alignment: int
     min_sm: int | None = None
     rocm_archs: tuple[str, ...] = ()
+    backends: tuple[Backend, ...] = ()
     dtypes: tuple[str, ...]
     activation_floor: float = 0.0
 
