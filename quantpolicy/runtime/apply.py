@@ -1,0 +1,231 @@
+"""A plan onto a model: check everything, quantise exactly the listed modules, count, or undo."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from quantpolicy.errors import Mismatch, PlanMismatchError
+from quantpolicy.plan import ComponentPlan, Decision, PlannedLayer, QuantPlan
+from quantpolicy.runtime.check import component_mismatches, refuse_quantised
+from quantpolicy.runtime.count import count_component, count_mismatches
+from quantpolicy.runtime.linear import guard_linear, release_linear, store_layerwise
+from quantpolicy.runtime.locate import linear_modules, select_components
+from quantpolicy.runtime.mount import check_mounts
+from quantpolicy.runtime.report import ApplyReport
+from quantpolicy.runtime.smoke import smoke_test
+from quantpolicy.runtime.weights import GEMM_SCHEMES, quantise_weight
+from quantpolicy.schemes import Cause, ComponentKind, Scheme
+
+_CORRECT_THE_PAIR = "resolve the plan for this model as it is loaded"
+
+
+def apply_plan(
+    model: object,
+    plan: QuantPlan,
+    *,
+    component: str | None = None,
+    compile: bool = False,
+) -> ApplyReport:
+    """Quantise a model in place as the plan says, and report what its tensors hold afterwards.
+
+    Everything is checked before anything is changed. On a failure half-way (out of memory, a NaN
+    in a weight) every module holds the weight object it held before. That needs the dense weights
+    of the whole call until it has succeeded: at its peak a device holds dense and quantised
+    weights of all components concerned. Where that is too much, apply ``component`` by component,
+    or apply on the CPU and move the result.
+
+    A dense component is not touched. A text encoder whose GEMM does not run on its device stays
+    dense, and the report says so; for any other component that is an error.
+
+    Args:
+        model: a module (compiled, PEFT-wrapped or nested in another is fine), a diffusers pipeline,
+            or a mapping of component names to modules.
+        component: apply this component of the plan alone; needed for a single module when the plan
+            has two denoisers or the module is none.
+        compile: also compile the repeated blocks of the denoisers when the plan's compile mode is
+            ``regional``. Off by default: compiling belongs after every other change to the model,
+            such as loading adapters or moving it.
+
+    Raises:
+        PlanMismatchError: the plan does not fit the model (all mismatches are collected), the model
+            is already quantised, a GEMM does not run on the device, or the counts afterwards are
+            not the plan's.
+        KernelMountError: the plan names a kernel or an execution that this version lacks.
+        RequestError: the component is unknown or ambiguous.
+    """
+    check_mounts(plan)
+    roots, mismatches = select_components(model, plan, component)
+    for name, root in roots.items():
+        refuse_quantised(name, root)
+        if plan.components[name].scheme is not Scheme.DENSE:
+            mismatches += component_mismatches(name, root, plan.components[name])
+    compiling = _compile_targets(roots, plan) if compile else {}
+    mismatches += _compile_mismatches(compiling)
+    _raise_any(plan, mismatches, _CORRECT_THE_PAIR)
+
+    parts, decisions = _drop_unrunnable(plan, roots)
+    with ExitStack() as undo:
+        for name, root in roots.items():
+            _quantise_component(root, parts[name], undo)
+        report = _report(plan, roots, parts, decisions, compiling)
+        undo.pop_all()
+    for root in compiling.values():
+        _compile_blocks(root, max_autotune=plan.compile.max_autotune)
+    return report
+
+
+def _quantise_component(root: nn.Module, plan: ComponentPlan, undo: ExitStack) -> None:
+    linears, _ = linear_modules(root)
+    shared: dict[int, nn.Parameter] = {}
+    for layer in plan.layers:
+        module = linears[layer.name]
+        dense = module.weight
+        assert isinstance(dense, nn.Parameter), layer.name
+        if id(dense) not in shared:
+            shared[id(dense)] = _quantise(dense, layer, plan)
+        undo.callback(_restore, module, dense)
+        if layer.scheme is Scheme.LAYERWISE_FP8:
+            store_layerwise(module, dense.dtype)
+        else:
+            guard_linear(module, layer.pad_rows)
+        module.weight = shared[id(dense)]
+
+
+def _quantise(dense: torch.Tensor, layer: PlannedLayer, plan: ComponentPlan) -> nn.Parameter:
+    try:
+        if layer.scheme is Scheme.LAYERWISE_FP8:
+            stored = _cast_fp8(dense, plan)
+        else:
+            stored = quantise_weight(dense, layer.scheme, plan.settings)
+    except PlanMismatchError as error:
+        mismatches = [
+            Mismatch(item.code, f"{layer.name}.weight", item.expected, item.found)
+            for item in error.mismatches
+        ]
+        raise PlanMismatchError(layer.name, mismatches, remedy=error.remedy) from error
+    return nn.Parameter(stored, requires_grad=False)
+
+
+def _cast_fp8(dense: torch.Tensor, plan: ComponentPlan) -> torch.Tensor:
+    dtype = getattr(torch, plan.settings.weight_dtype or "float8_e4m3fn")
+    assert isinstance(dtype, torch.dtype), plan.settings.weight_dtype
+    stored = dense.detach().to(dtype)
+    if not bool(stored.float().isfinite().all()):
+        largest = torch.finfo(dtype).max
+        raise PlanMismatchError(
+            "weight",
+            (Mismatch("weight_not_finite", "weight", f"values within {largest:g}", "larger ones"),),
+            remedy="keep this component dense",
+        )
+    return stored
+
+
+def _restore(module: nn.Linear, dense: nn.Parameter) -> None:
+    release_linear(module)
+    # Not through setattr: a registration hook that made the change fail would fail this too.
+    module._parameters["weight"] = dense
+
+
+def _drop_unrunnable(
+    plan: QuantPlan, roots: dict[str, nn.Module]
+) -> tuple[dict[str, ComponentPlan], list[Decision]]:
+    """Return each component's plan, dense for a text encoder whose GEMM does not run."""
+    parts = {name: plan.components[name] for name in roots}
+    decisions: list[Decision] = []
+    mismatches: list[Mismatch] = []
+    for name, root in roots.items():
+        for scheme, device, failure in _failures(root, parts[name]):
+            if parts[name].kind is ComponentKind.TEXT_ENCODER:
+                decisions.append(_left_dense(name, scheme, device, failure))
+            else:
+                mismatches.append(
+                    Mismatch("gemm_fails", f"{name} {scheme.value}", f"a GEMM on {device}", failure)
+                )
+    _raise_any(plan, mismatches, "resolve the plan for this machine")
+    for decision in decisions:
+        parts[decision.component] = parts[decision.component].model_copy(
+            update={"scheme": Scheme.DENSE, "layers": (), "kept": ()}
+        )
+    return parts, decisions
+
+
+def _failures(root: nn.Module, plan: ComponentPlan) -> list[tuple[Scheme, torch.device, str]]:
+    linears, _ = linear_modules(root)
+    signatures = {
+        (layer.scheme, linears[layer.name].weight.device, linears[layer.name].weight.dtype): None
+        for layer in plan.layers
+        if layer.scheme in GEMM_SCHEMES
+    }
+    results = (
+        (scheme, device, smoke_test(scheme, plan.settings, device, dtype))
+        for scheme, device, dtype in signatures
+    )
+    return [result for result in results if result[2]]
+
+
+def _left_dense(name: str, scheme: Scheme, device: torch.device, failure: str) -> Decision:
+    return Decision(
+        component=name,
+        candidate=scheme,
+        accepted=False,
+        because=Cause.CAPABILITY,
+        rule="",
+        detail=f"{name} stays dense: a small {scheme.value} GEMM failed on {device} ({failure})",
+    )
+
+
+def _report(
+    plan: QuantPlan,
+    roots: dict[str, nn.Module],
+    parts: dict[str, ComponentPlan],
+    decisions: list[Decision],
+    compiling: dict[str, nn.Module],
+) -> ApplyReport:
+    counted = {}
+    mismatches: list[Mismatch] = []
+    for name, root in roots.items():
+        mode = plan.compile.mode if name in compiling else "none"
+        counted[name] = count_component(
+            name, root, parts[name], planned=plan.components[name].scheme, compiled=mode
+        )
+        mismatches += count_mismatches(counted[name], parts[name])
+    _raise_any(plan, mismatches, _CORRECT_THE_PAIR)
+    return ApplyReport(
+        family=plan.family,
+        weights_digest=plan.weights_digest,
+        plan_digest=plan.plan_digest,
+        components=counted,
+        decisions=tuple(decisions),
+    )
+
+
+def _compile_targets(roots: dict[str, nn.Module], plan: QuantPlan) -> dict[str, nn.Module]:
+    if plan.compile.mode != "regional":
+        return {}
+    return {
+        name: root
+        for name, root in roots.items()
+        if plan.components[name].kind is ComponentKind.DENOISER
+    }
+
+
+def _compile_mismatches(compiling: dict[str, nn.Module]) -> list[Mismatch]:
+    return [
+        Mismatch("compile_unsupported", name, "repeated blocks", type(root).__name__)
+        for name, root in compiling.items()
+        if not {type(module).__name__ for module in root.modules()}
+        & set(getattr(root, "_repeated_blocks", None) or ())
+    ]
+
+
+def _compile_blocks(root: nn.Module, *, max_autotune: bool) -> None:
+    mode = "max-autotune-no-cudagraphs" if max_autotune else "default"
+    root.compile_repeated_blocks(mode=mode)  # type: ignore[operator]
+
+
+def _raise_any(plan: QuantPlan, mismatches: list[Mismatch], remedy: str) -> None:
+    if mismatches:
+        raise PlanMismatchError(f"plan for {plan.family}", mismatches, remedy=remedy)

@@ -1,0 +1,117 @@
+"""Counting a component's tensors after a plan was applied."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from quantpolicy.errors import Mismatch
+from quantpolicy.match import is_adapter, natural_key
+from quantpolicy.plan import ComponentPlan, KeptLayer
+from quantpolicy.runtime.linear import QuantisedLinear
+from quantpolicy.runtime.locate import linear_modules
+from quantpolicy.runtime.report import ComponentReport, SchemeCount, SkippedLayers
+from quantpolicy.runtime.weights import scheme_of, stored_bytes
+from quantpolicy.schemes import Cause, Scheme
+
+_EMULATED_ON_CPU = frozenset({Scheme.MXFP8, Scheme.NVFP4})
+
+
+def count_component(
+    name: str, root: nn.Module, plan: ComponentPlan, *, planned: Scheme, compiled: str = "none"
+) -> ComponentReport:
+    """Return what the component's tensors are stored as; only the reasons come from the plan."""
+    linears, _ = linear_modules(root)
+    by_scheme: dict[Scheme, list[nn.Linear]] = defaultdict(list)
+    for module in linears.values():
+        scheme = scheme_of(module.weight)
+        assert scheme is not None, "refused before anything was changed"
+        by_scheme[scheme].append(module)
+    by_scheme.pop(Scheme.DENSE, None)
+    quantised = {id(module.weight) for group in by_scheme.values() for module in group}
+    tensors = _own_tensors(root)
+    return ComponentReport(
+        name=name,
+        class_name=type(root).__name__,
+        planned=planned,
+        schemes=tuple(_count(scheme, by_scheme[scheme]) for scheme in sorted(by_scheme)),
+        dense_bytes=sum(
+            sum(stored_bytes(tensor)) for key, tensor in tensors.items() if key not in quantised
+        ),
+        linear_parameters=_numel(module.weight for module in linears.values()),
+        total_parameters=_numel(
+            tensor for tensor in tensors.values() if isinstance(tensor, nn.Parameter)
+        ),
+        skipped=_skipped(plan),
+        compiled=compiled,
+    )
+
+
+def count_mismatches(report: ComponentReport, plan: ComponentPlan) -> list[Mismatch]:
+    """Compare the layers found per scheme with those planned."""
+    planned: dict[Scheme, int] = defaultdict(int)
+    for layer in plan.layers:
+        planned[layer.scheme] += 1
+    found = {count.scheme: count.layers for count in report.schemes}
+    mismatches = [
+        Mismatch(
+            "layer_count",
+            f"{report.name} {scheme.value}",
+            f"{planned.get(scheme, 0)} layers",
+            f"{found.get(scheme, 0)}",
+        )
+        for scheme in sorted(planned.keys() | found.keys())
+        if planned.get(scheme, 0) != found.get(scheme, 0)
+    ]
+    if plan.scheme is not Scheme.DENSE and not found:
+        mismatches.append(
+            Mismatch("nothing_quantised", report.name, f"{plan.scheme.value} layers", "none")
+        )
+    return mismatches
+
+
+def _count(scheme: Scheme, modules: list[nn.Linear]) -> SchemeCount:
+    sizes = [stored_bytes(weight) for weight in _unique(module.weight for module in modules)]
+    padding = [module for module in modules if isinstance(module, QuantisedLinear)]
+    on_cpu = [module for module in modules if module.weight.device.type == "cpu"]
+    return SchemeCount(
+        scheme=scheme,
+        layers=len(modules),
+        parameters=_numel(module.weight for module in modules),
+        data_bytes=sum(data for data, _ in sizes),
+        scale_bytes=sum(scales for _, scales in sizes),
+        padded=sum(module.pad_rows > 0 for module in padding),
+        emulated=len(on_cpu) if scheme in _EMULATED_ON_CPU else 0,
+    )
+
+
+def _skipped(plan: ComponentPlan) -> tuple[SkippedLayers, ...]:
+    groups: dict[tuple[Cause, str], list[KeptLayer]] = defaultdict(list)
+    for layer in plan.kept:
+        groups[layer.because, layer.rule].append(layer)
+    return tuple(
+        SkippedLayers(
+            because=because,
+            rule=rule,
+            layers=len(layers),
+            parameters=sum(layer.shape[0] * layer.shape[1] for layer in layers),
+            names=tuple(sorted((layer.name for layer in layers), key=natural_key)),
+        )
+        for (because, rule), layers in sorted(groups.items())
+    )
+
+
+def _own_tensors(root: nn.Module) -> dict[int, torch.Tensor]:
+    named = (*root.named_parameters(), *root.named_buffers())
+    return {id(tensor): tensor for name, tensor in named if not is_adapter(name)}
+
+
+def _unique(tensors: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+    return {id(tensor): tensor for tensor in tensors}.values()
+
+
+def _numel(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in _unique(tensors))

@@ -1,0 +1,139 @@
+"""The Linears that run quantised weights: empty inputs, few rows, and devices without the GEMM.
+
+Both are subclasses that take over an existing Linear by changing its class. The module object, its
+name, its parameters and its hooks stay, so every reference to it, ``state_dict``, ``deepcopy``,
+``isinstance(module, nn.Linear)``, PEFT and ``torch.compile(fullgraph=True)`` see what they saw
+before, and giving the class back undoes it. A wrapper module would rename the parameters, a hook
+would break the graph, and an assigned ``forward`` would not survive ``deepcopy``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchao.prototype.mx_formats.mx_tensor import MXTensor
+from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+
+class QuantisedLinear(nn.Linear):
+    """A Linear over a torchao weight.
+
+    An input without rows gives an output without rows. Fewer rows than ``pad_rows`` are filled up
+    with copies of the first and cut off again: scales are per row, so the kept rows are the same.
+    The block-scaled schemes have no GEMM on a CPU; there both operands are quantised as always and
+    multiplied dequantised, which serves checks, not speed.
+
+    Args:
+        pad_rows: least number of rows the GEMM is given; 0 for no padding.
+    """
+
+    pad_rows: int = 0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return ``input @ weight.T + bias``; ``input``: [..., in_features]."""
+        rows = math.prod(input.shape[:-1])
+        if rows == 0:
+            return input.new_empty((*input.shape[:-1], self.out_features))
+        if rows >= self.pad_rows:
+            return self._multiply(input)
+        flat = input.reshape(rows, input.shape[-1])
+        padding = flat[:1].expand(self.pad_rows - rows, -1)
+        padded = self._multiply(torch.cat((flat, padding)))
+        return padded[:rows].reshape(*input.shape[:-1], self.out_features)
+
+    def _multiply(self, input: torch.Tensor) -> torch.Tensor:
+        if not isinstance(self.weight, MXTensor | NVFP4Tensor):
+            return F.linear(input, self.weight, self.bias)
+        if self.weight.device.type == "cpu":
+            output = _multiply_emulated(input, self.weight, self.bias)
+        else:
+            # Block-scaled tensors take contiguous inputs only.
+            output = F.linear(input.contiguous(), self.weight, self.bias)
+        if isinstance(self.weight, NVFP4Tensor):
+            return _zero_for_zero(input, output, self.bias)
+        return output
+
+    def extra_repr(self) -> str:
+        """Describe the shape, the weight's storage and the padding."""
+        return (
+            f"{super().extra_repr()}, weight={type(self.weight).__name__}, pad_rows={self.pad_rows}"
+        )
+
+
+class LayerwiseLinear(nn.Linear):
+    """A Linear whose weight is stored in fp8 and cast back for each multiplication.
+
+    Args:
+        compute_dtype: dtype the weight had, and is multiplied in.
+    """
+
+    compute_dtype: torch.dtype = torch.bfloat16
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return ``input @ weight.T + bias``; ``input``: [..., in_features]."""
+        return F.linear(input, self.weight.to(self.compute_dtype), self.bias)
+
+    def extra_repr(self) -> str:
+        """Describe the shape and the two dtypes."""
+        return f"{super().extra_repr()}, weight={self.weight.dtype}, compute={self.compute_dtype}"
+
+
+def guard_linear(module: nn.Linear, pad_rows: int = 0) -> QuantisedLinear:
+    """Turn a plain Linear that holds a quantised weight into a ``QuantisedLinear``, in place."""
+    assert type(module) is nn.Linear, type(module)
+    module.__class__ = QuantisedLinear
+    assert isinstance(module, QuantisedLinear)
+    module.pad_rows = pad_rows
+    return module
+
+
+def store_layerwise(module: nn.Linear, compute_dtype: torch.dtype) -> LayerwiseLinear:
+    """Turn a plain Linear that holds an fp8 weight into a ``LayerwiseLinear``, in place."""
+    assert type(module) is nn.Linear, type(module)
+    module.__class__ = LayerwiseLinear
+    assert isinstance(module, LayerwiseLinear)
+    module.compute_dtype = compute_dtype
+    return module
+
+
+def release_linear(module: nn.Linear) -> None:
+    """Make the module a plain Linear again; the weight it holds is the caller's business."""
+    for name in ("pad_rows", "compute_dtype"):
+        module.__dict__.pop(name, None)
+    module.__class__ = nn.Linear
+
+
+def _multiply_emulated(
+    input: torch.Tensor, weight: MXTensor | NVFP4Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    kwargs = weight.act_quant_kwargs
+    flat = input.reshape(-1, input.shape[-1]).contiguous()
+    if isinstance(weight, MXTensor):
+        quantised = MXTensor.to_mx(
+            flat,
+            kwargs.elem_dtype,
+            block_size=kwargs.block_size,
+            scaling_mode=kwargs.scaling_mode,
+            kernel_preference=kwargs.kernel_preference,
+            is_swizzled_scales=kwargs.is_swizzled_scales,
+        )
+    else:
+        quantised = NVFP4Tensor.to_nvfp4(
+            flat,
+            block_size=kwargs.block_size,
+            per_tensor_scale=per_tensor_amax_to_scale(flat.abs().max()),
+            is_swizzled_scales=kwargs.is_swizzled_scales,
+        )
+    output = F.linear(quantised.dequantize(input.dtype), weight.dequantize(input.dtype), bias)
+    return output.reshape(*input.shape[:-1], output.shape[-1])
+
+
+def _zero_for_zero(
+    input: torch.Tensor, output: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the output of an all-zero input: nvfp4's one scale per tensor would make it NaN."""
+    empty = torch.zeros((), dtype=output.dtype, device=output.device) if bias is None else bias
+    return torch.where(input.abs().amax() == 0, empty.to(output.dtype), output)

@@ -1,0 +1,174 @@
+"""The report of an applied plan: what the model's tensors say afterwards. Torch-free records."""
+
+from __future__ import annotations
+
+from quantpolicy.plan import Decision
+from quantpolicy.record import Record
+from quantpolicy.schemes import Cause, Scheme
+
+GIB = 1024**3
+
+
+class SchemeCount(Record):
+    """The Linears of one component that are stored in one scheme.
+
+    Args:
+        parameters: weights in those Linears, biases left out.
+        data_bytes: bytes of their data.
+        scale_bytes: bytes of their scales and zero points.
+        padded: how many of them pad few activation rows.
+        emulated: how many of them are on a device without the scheme's GEMM and multiply
+            dequantised operands.
+    """
+
+    scheme: Scheme
+    layers: int
+    parameters: int
+    data_bytes: int
+    scale_bytes: int
+    padded: int = 0
+    emulated: int = 0
+
+
+class SkippedLayers(Record):
+    """Linears that stay dense for one reason; ``names`` are all of them."""
+
+    because: Cause
+    rule: str
+    layers: int
+    parameters: int
+    names: tuple[str, ...]
+
+
+class ComponentReport(Record):
+    """One component after the plan was applied, adapters left out.
+
+    Args:
+        planned: the scheme of the plan.
+        schemes: counts per scheme found, dense left out.
+        dense_bytes: bytes of all other parameters and buffers.
+        linear_parameters: weights in all Linears.
+        total_parameters: all parameters, each shared one counted once.
+        compiled: ``regional`` when the repeated blocks were compiled here, else ``none``.
+    """
+
+    name: str
+    class_name: str
+    planned: Scheme
+    schemes: tuple[SchemeCount, ...]
+    dense_bytes: int
+    linear_parameters: int
+    total_parameters: int
+    skipped: tuple[SkippedLayers, ...]
+    compiled: str = "none"
+
+    @property
+    def quantised_layers(self) -> int:
+        """Number of Linears that are not dense."""
+        return sum(count.layers for count in self.schemes)
+
+    @property
+    def quantised_parameters(self) -> int:
+        """Number of weights in them."""
+        return sum(count.parameters for count in self.schemes)
+
+    @property
+    def linear_coverage(self) -> float:
+        """Fraction of the Linears' weights that is quantised."""
+        return self.quantised_parameters / max(self.linear_parameters, 1)
+
+    @property
+    def coverage(self) -> float:
+        """Fraction of all parameters that is quantised."""
+        return self.quantised_parameters / max(self.total_parameters, 1)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all parameters and buffers as stored."""
+        return self.dense_bytes + sum(
+            count.data_bytes + count.scale_bytes for count in self.schemes
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the record and its derived figures as plain JSON values."""
+        return {
+            **self.model_dump(mode="json"),
+            "quantised_layers": self.quantised_layers,
+            "quantised_parameters": self.quantised_parameters,
+            "linear_coverage": self.linear_coverage,
+            "coverage": self.coverage,
+            "total_bytes": self.total_bytes,
+        }
+
+
+class ApplyReport(Record):
+    """What ``apply_plan`` did, counted on the tensors.
+
+    Args:
+        components: by name, those that the call concerned.
+        decisions: candidates given up on this device, such as a text encoder left dense because the
+            scheme's GEMM does not run.
+        mounted: fusions mounted, ``component.op``.
+    """
+
+    family: str
+    weights_digest: str
+    plan_digest: str
+    components: dict[str, ComponentReport]
+    decisions: tuple[Decision, ...] = ()
+    mounted: tuple[str, ...] = ()
+
+    @property
+    def quantised_layers(self) -> int:
+        """Number of Linears that are not dense, in all components."""
+        return sum(part.quantised_layers for part in self.components.values())
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all parameters and buffers as stored, in all components."""
+        return sum(part.total_bytes for part in self.components.values())
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the report as plain JSON values."""
+        return {
+            "family": self.family,
+            "weights_digest": self.weights_digest,
+            "plan_digest": self.plan_digest,
+            "components": {name: part.to_dict() for name, part in self.components.items()},
+            "decisions": [decision.model_dump(mode="json") for decision in self.decisions],
+            "mounted": list(self.mounted),
+            "quantised_layers": self.quantised_layers,
+            "total_bytes": self.total_bytes,
+        }
+
+    def explain(self) -> str:
+        """Return the report as text for a person."""
+        lines = [f"{self.family}: {self.total_bytes / GIB:.2f} GiB of weights after applying"]
+        for part in self.components.values():
+            lines += _component_lines(part)
+        lines += [f"  not applied: {decision.detail}" for decision in self.decisions]
+        lines += [f"  mounted: {name}" for name in self.mounted]
+        return "\n".join(lines)
+
+
+def _component_lines(part: ComponentReport) -> list[str]:
+    if not part.schemes:
+        return [f"  {part.name} ({part.class_name}): dense, {part.dense_bytes / GIB:.2f} GiB"]
+    lines = [
+        f"  {part.name} ({part.class_name}): {part.linear_coverage:.1%} of the Linears' weights, "
+        f"{part.coverage:.1%} of all parameters, {part.total_bytes / GIB:.2f} GiB"
+    ]
+    for count in part.schemes:
+        lines.append(
+            f"    {count.scheme.value}: {count.layers} layers, "
+            f"data {count.data_bytes / GIB:.3f} GiB, scales {count.scale_bytes / GIB:.3f} GiB"
+            + (f", {count.padded} padded" if count.padded else "")
+            + (f", {count.emulated} emulated on this device" if count.emulated else "")
+        )
+    lines += [
+        f"    dense: {group.layers} layers kept because {group.because.value} ({group.rule})"
+        for group in part.skipped
+    ]
+    if part.compiled != "none":
+        lines.append(f"    compiled: {part.compiled}")
+    return lines
