@@ -185,7 +185,7 @@ def _check_module_rule(rule: Rule, path: YamlPath) -> Iterator[Problem]:
         yield Problem(
             ("expect",), "generic rules have no released config to count on", "", "remove expect"
         )
-    if path[0] != GENERIC and rule.expect is None:
+    if path[0] not in (GENERIC, "rules") and rule.expect is None:
         yield Problem(
             ("expect",),
             "the expected number of matches is missing",
