@@ -13,6 +13,7 @@ from pathlib import Path
 
 from quantpolicy.errors import RequestError, RuleTableError
 from quantpolicy.host import Host
+from quantpolicy.overlay import Places, merge_overlay
 from quantpolicy.record import sha256_of
 from quantpolicy.rule_checks import GENERIC, check_table, family_rules, iterate_rules
 from quantpolicy.rule_errors import raise_all, validate_source
@@ -144,12 +145,10 @@ def build_table(base: YamlSource, overlays: Iterable[YamlSource]) -> RuleTable:
     """Validate, merge and check a complete table and its overlays; see ``load_rules``."""
     _check_switches(base)
     file = validate_source(RuleFile, base)
-    places: dict[str, tuple[YamlSource, YamlPath]] = {}
+    places: Places = {}
     raise_all(_collect_places(file, base, places))
     sources = [base]
     for source in overlays:
-        from quantpolicy.overlay import merge_overlay
-
         _check_switches(source)
         file = merge_overlay(file, source, places)
         sources.append(source)
@@ -200,9 +199,7 @@ def _entry_point_paths(point: EntryPoint) -> list[str | Path]:
     return list(paths)
 
 
-def _collect_places(
-    file: RuleFile, source: YamlSource, places: dict[str, tuple[YamlSource, YamlPath]]
-) -> Iterable[RuleTableError]:
+def _collect_places(file: RuleFile, source: YamlSource, places: Places) -> Iterable[RuleTableError]:
     for path, rule in iterate_rules(file):
         if rule.id in places:
             other, other_path = places[rule.id]
