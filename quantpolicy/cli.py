@@ -1,0 +1,138 @@
+"""The ``quantpolicy`` command line. Each command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantpolicy.cli_options import (
+    DebugOption,
+    JsonOption,
+    ModelArgument,
+    RequestOptions,
+    RulesOption,
+    with_request_options,
+)
+from quantpolicy.console import print_json, print_text, run_app
+
+app = typer.Typer(
+    name="quantpolicy",
+    help="One quantisation plan per diffusion model and machine.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        argv: arguments without the program's name; None takes the process's.
+    """
+    return run_app(app, argv, "quantpolicy")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from quantpolicy.doctor import own_version
+
+        print_text(f"quantpolicy {own_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    del version
+
+
+@app.command()
+def families(
+    markdown: Annotated[bool, typer.Option("--markdown", help="Write a Markdown table.")] = False,
+    rules: RulesOption = None,
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """List the families of the rule table: classes, schemes, measured evidence."""
+    del debug
+    from quantpolicy.cli_tables import print_families
+    from quantpolicy.rules import load_rules
+
+    print_families(load_rules(*(rules or ())), as_json=json, as_markdown=markdown)
+
+
+@app.command()
+@with_request_options
+def resolve(
+    model: ModelArgument,
+    options: RequestOptions,
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Resolve a plan and say why each candidate was taken or not."""
+    del debug
+    from quantpolicy.resolver import resolve as resolve_plan
+
+    host, request, rules = options.load()
+    plan = resolve_plan(model, host=host, request=request, rules=rules)
+    print_text(plan.to_json() if json else plan.explain())
+
+
+@app.command()
+def lint(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[FILE]...", help="Tables or overlays; the shipped table if none."),
+    ] = None,
+    meta: Annotated[
+        bool, typer.Option("--meta", help="Also build every released model on the meta device.")
+    ] = False,
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Check the rule table; exit 1 when something in it is wrong or dead."""
+    del debug
+    from quantpolicy.cli_tables import print_findings
+    from quantpolicy.lint import lint as lint_table
+
+    findings = lint_table(tuple(files or ()), meta=meta)
+    print_findings(findings, as_json=json)
+    if findings:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(json: JsonOption = False, debug: DebugOption = False) -> None:
+    """Show versions, this machine as a host record, and the presets."""
+    del debug
+    from quantpolicy.doctor import examine, print_examination
+
+    examination = examine()
+    if json:
+        print_json(examination)
+    else:
+        print_examination(examination)
+
+
+@app.command()
+def probe(
+    model: ModelArgument,
+    rules: RulesOption = None,
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Measure the rows and zero rows of every Linear, on the meta device and a small model."""
+    del debug
+    from quantpolicy.cli_tables import print_probe
+    from quantpolicy.rules import load_rules
+
+    print_probe(model, load_rules(*(rules or ())), as_json=json)

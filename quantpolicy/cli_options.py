@@ -1,0 +1,187 @@
+"""The request flags, declared once for both command lines, and what they turn into.
+
+``with_request_options`` adds them to a command, which then takes one ``RequestOptions``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, get_type_hints
+
+import typer
+
+from quantpolicy.errors import RequestError
+from quantpolicy.schemes import Confidence, Execution, Quality, SchemeChoice, Tier
+
+if TYPE_CHECKING:
+    from quantpolicy.host import Host
+    from quantpolicy.request import Request
+    from quantpolicy.rules import RuleTable
+
+BYTES_PER_GIB = 2**30
+PANEL = "Request"
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON to stdout.")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+RulesOption = Annotated[
+    list[Path] | None,
+    typer.Option("--rules", metavar="FILE", help="Overlay of the rule table; repeatable."),
+]
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Family name, folder of a pipeline or component, config.json, or cached Hub id.",
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """The values of the request flags; the annotations declare the flags."""
+
+    host: Annotated[
+        str, typer.Option("--host", help="Preset or host file; this machine when left out.")
+    ] = ""
+    speed: Annotated[Tier, typer.Option("--speed", help="Speed tier.")] = Tier.AUTO
+    quality: Annotated[Quality, typer.Option("--quality", help="Which kernels may be mounted.")] = (
+        Quality.LOSSLESS
+    )
+    transformer: Annotated[
+        SchemeChoice, typer.Option("--transformer", help="Scheme of the denoiser.")
+    ] = SchemeChoice.AUTO
+    text_encoder: Annotated[
+        SchemeChoice, typer.Option("--text-encoder", help="Scheme of the text encoders.")
+    ] = SchemeChoice.AUTO
+    vae: Annotated[SchemeChoice, typer.Option("--vae", help="Scheme of the VAE.")] = (
+        SchemeChoice.AUTO
+    )
+    execution: Annotated[
+        Execution, typer.Option("--execution", help="How quantised tensors are multiplied.")
+    ] = Execution.TORCHAO
+    resolution: Annotated[
+        str | None,
+        typer.Option("--resolution", metavar="WIDTHxHEIGHT", help="Output size in pixels."),
+    ] = None
+    frames: Annotated[int | None, typer.Option("--frames", help="Output frames.")] = None
+    memory_gib: Annotated[
+        float | None, typer.Option("--memory-gib", help="Memory budget in GiB (2^30 bytes).")
+    ] = None
+    min_features: Annotated[
+        int | None,
+        typer.Option("--min-features", help="Smaller Linears stay dense."),
+    ] = None
+    confidence: Annotated[
+        Confidence, typer.Option("--confidence", help="Least confidence that auto accepts.")
+    ] = Confidence.DERIVED
+    lift: Annotated[
+        list[str] | None, typer.Option("--lift", metavar="RULE", help="Lift a rule; repeatable.")
+    ] = None
+    rules: RulesOption = None
+
+    def load(self) -> tuple[Host, Request, RuleTable]:
+        """Return the host, the request and the rule table that the flags ask for.
+
+        Raises:
+            RequestError: a flag's value is out of range, or this machine cannot be detected.
+            RuleTableError: the rule table or an overlay is malformed.
+        """
+        from quantpolicy.rules import load_rules
+
+        request = self.request()
+        return self.load_host(), request, load_rules(*(self.rules or ()))
+
+    def load_host(self) -> Host:
+        """Return the named host, or this machine."""
+        from quantpolicy.host import Host
+
+        return Host.load(self.host) if self.host else detect_host()
+
+    def request(self) -> Request:
+        """Return the request; see ``load``."""
+        from pydantic import ValidationError
+
+        from quantpolicy.request import Request
+
+        values = {name: getattr(self, name) for name in Request.model_fields if hasattr(self, name)}
+        values["memory_bytes"] = _bytes_of_gib(self.memory_gib)
+        values["lift"] = tuple(self.lift or ())
+        try:
+            request: Request = Request.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = str(first["loc"][0])
+            message = str(first["msg"]).removeprefix("Value error, ")
+            raise RequestError(
+                _flag_of(field), f"{message[:1].lower()}{message[1:]}", remedy="see --help"
+            ) from error
+        return request
+
+
+def detect_host() -> Host:
+    """Return this machine as a host.
+
+    Raises:
+        RequestError: torch is missing.
+    """
+    from quantpolicy.host import Host
+
+    try:
+        return Host.detect()
+    except ImportError as error:
+        raise RequestError(
+            "--host",
+            f"this machine cannot be detected: {error}",
+            remedy="name a preset, such as --host h200, or install quantpolicy[runtime]",
+        ) from error
+
+
+def _bytes_of_gib(gib: float | None) -> int | None:
+    if gib is None:
+        return None
+    if not (math.isfinite(gib) and gib * BYTES_PER_GIB >= 1):
+        raise RequestError("--memory-gib", f"{gib} is no budget", remedy="give a number above 0")
+    return int(gib * BYTES_PER_GIB)
+
+
+def _flag_of(field: str) -> str:
+    name = "memory_gib" if field == "memory_bytes" else field
+    return "--" + name.replace("_", "-")
+
+
+def with_request_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with the request flags in place of its ``options`` parameter."""
+    hints = get_type_hints(RequestOptions, include_extras=True)
+    shared = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(RequestOptions)
+    ]
+    names = [parameter.name for parameter in shared]
+    signature = inspect.signature(command, eval_str=True)
+    own = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in signature.parameters.items()
+        if name != "options"
+    ]
+
+    @functools.wraps(command)
+    def wrapper(**values: object) -> None:
+        chosen = {name: values.pop(name) for name in names}
+        command(**values, options=RequestOptions(**chosen))  # type: ignore[arg-type]
+
+    wrapper.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {
+        parameter.name: parameter.annotation for parameter in [*own, *shared]
+    }
+    return wrapper

@@ -1,0 +1,117 @@
+"""What both command lines share: running an app, errors in one sentence, JSON and tables.
+
+Results go to stdout, everything else to stderr. rich is imported only to draw a table for a person.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from quantpolicy.errors import QuantPolicyError
+
+if TYPE_CHECKING:
+    import typer
+
+EXIT_USAGE = 2
+EXIT_PIPE = 1
+EXIT_INTERRUPTED = 130
+
+
+def run_app(app: typer.Typer, argv: Sequence[str] | None, name: str) -> int:
+    """Run a command line and return its exit code; no error escapes without ``--debug``.
+
+    Args:
+        argv: arguments without the program's name; None takes the process's.
+        name: the program's name, for its usage text.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        app(arguments, prog_name=name)
+        sys.stdout.flush()
+    except QuantPolicyError as error:
+        return _report(error, arguments)
+    except SystemExit as stop:
+        return _flushed(stop.code)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        return _close_pipe()
+    return 0
+
+
+def _flushed(code: str | int | None) -> int:
+    """Return the exit code, after what was printed has left."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return _close_pipe()
+    return code if isinstance(code, int) else 0
+
+
+def _close_pipe() -> int:
+    """Point stdout at nothing, so that the interpreter's own flush at exit stays quiet."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_PIPE
+
+
+def _report(error: QuantPolicyError, arguments: Sequence[str]) -> int:
+    if "--debug" in arguments:
+        traceback.print_exception(error, file=sys.stderr)
+    if "--json" in arguments:
+        print_json(error.to_dict())
+    else:
+        note(f"error: {error}")
+    return error.exit_code
+
+
+def note(text: str) -> None:
+    """Write a line to stderr."""
+    sys.stderr.write(text + "\n")
+
+
+def print_text(text: str) -> None:
+    """Write text to stdout, with a line end."""
+    sys.stdout.write(text.rstrip("\n") + "\n")
+
+
+def print_json(value: object) -> None:
+    """Write plain values to stdout as JSON."""
+    print_text(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
+    """Write a table: drawn for a terminal, plain aligned columns for a pipe or a file."""
+    if not sys.stdout.isatty():
+        print_text("\n".join(plain_table(columns, rows)))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*columns, title=title or None, title_justify="left")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)
+
+
+def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table whose columns are padded with spaces."""
+    cells = [list(columns), *(list(row) for row in rows)]
+    widths = [max(len(row[place]) for row in cells) for place in range(len(columns))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
