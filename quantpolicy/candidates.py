@@ -1,0 +1,236 @@
+"""One candidate at a time: what a scheme would do to a component, and what refuses it.
+
+Nothing is chosen here; ``choice`` compares the candidates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quantpolicy.cost import WeightBytes, component_bytes, predict_ms
+from quantpolicy.host import Backend, Host
+from quantpolicy.layers import (
+    GroupedLinears,
+    Terms,
+    Verdict,
+    is_met_by_floor,
+    judge,
+    rules_in_force,
+)
+from quantpolicy.plan import Workload
+from quantpolicy.request import Request
+from quantpolicy.rule_schema import Effect, FamilySpec, Rule, SchemePolicy
+from quantpolicy.rules import RuleTable
+from quantpolicy.schemes import Cause, ComponentKind, Confidence, Scheme, SchemeChoice
+from quantpolicy.target import Target, TargetComponent
+
+OFFERED = {
+    ComponentKind.DENOISER: (
+        Scheme.DENSE,
+        Scheme.INT8,
+        Scheme.FP8,
+        Scheme.MXFP8,
+        Scheme.NVFP4,
+    ),
+    ComponentKind.TEXT_ENCODER: (
+        Scheme.DENSE,
+        Scheme.INT8,
+        Scheme.FP8,
+        Scheme.NVFP4,
+        Scheme.LAYERWISE_FP8,
+    ),
+    ComponentKind.VAE: (Scheme.DENSE, Scheme.LAYERWISE_FP8),
+}
+
+# Schemes that multiply in a float8 type, which the host's matrix units must have.
+FP8_COMPUTE = frozenset({Scheme.FP8, Scheme.MXFP8})
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """All that one resolve reads.
+
+    Args:
+        family: None for the generic family.
+        grouped: the Linears of each component.
+    """
+
+    target: Target
+    host: Host
+    request: Request
+    rules: RuleTable
+    family: FamilySpec | None
+    workload: Workload | None
+    grouped: dict[str, GroupedLinears]
+
+    def requested(self, name: str) -> SchemeChoice:
+        """Return what the request says of a component."""
+        return self.requested_of(self.target.components[name].kind)
+
+    def requested_of(self, kind: ComponentKind) -> SchemeChoice:
+        """Return what the request says of a kind of component."""
+        if kind is ComponentKind.DENOISER:
+            return self.request.transformer
+        if kind is ComponentKind.TEXT_ENCODER:
+            return self.request.text_encoder
+        return self.request.vae
+
+    def rules_of(self, name: str) -> tuple[Rule, ...]:
+        """Return the rules of the family that speak of a component's kind."""
+        kind = self.target.components[name].kind
+        rules = self.rules.rules_for(self.target.family)
+        return tuple(rule for rule in rules if rule.component is kind)
+
+    def confidence(self, name: str, scheme: Scheme) -> Confidence:
+        """Return whether there is evidence for the scheme; dense needs none."""
+        if scheme is Scheme.DENSE:
+            return Confidence.MEASURED
+        is_denoiser = self.target.components[name].kind is ComponentKind.DENOISER
+        measured = self.family is not None and is_denoiser and scheme in self.family.measured
+        return Confidence.MEASURED if measured else Confidence.DERIVED
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a candidate is out, whoever asks for it.
+
+    Args:
+        rule: id of the rule that refuses, "" when a fact does.
+    """
+
+    because: Cause
+    detail: str
+    rule: str = ""
+    evidence: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Assessment:
+    """What a scheme would do to a component.
+
+    Args:
+        verdicts: of each group of Linears.
+        predicted_ms: of the Linears of one forward, None when there is no basis for it.
+        waived: rules that would bind the scheme and do not, each with the reason.
+    """
+
+    component: str
+    scheme: Scheme
+    verdicts: tuple[Verdict, ...]
+    weights: WeightBytes
+    predicted_ms: float | None
+    waived: tuple[str, ...] = ()
+    refusal: Refusal | None = None
+
+
+def assess(case: Case, name: str, scheme: Scheme) -> Assessment:
+    """Return what a scheme would do to a component, and what refuses it."""
+    grouped = case.grouped[name]
+    policy = case.rules.schemes.get(scheme)
+    verdicts = (Verdict(),) * len(grouped.groups)
+    waived: tuple[str, ...] = ()
+    refusal = None
+    if scheme is not Scheme.DENSE:
+        if policy is None:
+            detail = f"the rule table says nothing of what {scheme} requires"
+            refusal = Refusal(Cause.NOT_OFFERED, detail)
+        else:
+            verdicts = _judge_all(case, name, scheme, policy)
+            waived = _waived(case, name, scheme, policy)
+            refusal = _refuse(case, name, scheme, policy, verdicts)
+    component = case.target.components[name]
+    predicted = predict_ms(grouped.groups, verdicts, scheme, case.host, case.request.execution)
+    return Assessment(
+        component=name,
+        scheme=scheme,
+        verdicts=verdicts,
+        weights=component_bytes(component, grouped, verdicts, scheme),
+        predicted_ms=predicted if refusal is None else None,
+        waived=waived,
+        refusal=refusal,
+    )
+
+
+def describe_rule(case: Case, rule: Rule) -> str:
+    """Return a rule's id, place and evidence, for a sentence."""
+    evidence = f"; evidence {', '.join(rule.evidence)}" if rule.evidence else ""
+    return f"{rule.id} ({case.rules.origin(rule.id)}, {rule.because}{evidence})"
+
+
+def host_refusal(scheme: Scheme, policy: SchemePolicy, host: Host) -> str:
+    """Return why the host cannot run a scheme, "" when it can."""
+    if scheme is Scheme.LAYERWISE_FP8:
+        return f"{host.name} has no float8 storage type" if host.backend is Backend.MPS else ""
+    if host.backend is Backend.CUDA:
+        if policy.min_sm is None or host.sm < policy.min_sm:
+            needed = "no CUDA device" if policy.min_sm is None else f"sm{policy.min_sm}"
+            return f"{scheme} needs {needed}; {host.name} is {host.arch}"
+    elif host.backend is Backend.ROCM:
+        if host.arch not in policy.rocm_archs:
+            needed = ", ".join(policy.rocm_archs) or "no ROCm device"
+            return f"{scheme} needs {needed}; {host.name} is {host.arch}"
+    elif host.backend not in policy.backends:
+        return f"{scheme} does not run on {host.backend}"
+    if scheme in FP8_COMPUTE and not host.fp8_dtype:
+        return f"the matrix units of {host.name} multiply no float8 type"
+    return ""
+
+
+def _judge_all(case: Case, name: str, scheme: Scheme, policy: SchemePolicy) -> tuple[Verdict, ...]:
+    rules, lift = case.rules_of(name), case.request.lift
+    terms = Terms(
+        scheme=scheme,
+        policy=policy,
+        host=case.host,
+        excludes=rules_in_force(rules, Effect.EXCLUDE, scheme, policy, lift),
+        pads=rules_in_force(rules, Effect.PAD_ROWS, scheme, policy, lift),
+        min_features=case.request.min_features or case.rules.min_features,
+        keep_in_fp32=case.target.components[name].keep_in_fp32,
+    )
+    return tuple(judge(group, terms) for group in case.grouped[name].groups)
+
+
+def _waived(case: Case, name: str, scheme: Scheme, policy: SchemePolicy) -> tuple[str, ...]:
+    waived = []
+    for rule in case.rules_of(name):
+        if scheme not in rule.schemes:
+            continue
+        if rule.id in case.request.lift:
+            waived.append(f"rule {rule.id} lifted on request")
+        elif is_met_by_floor(rule, policy):
+            floor = f"{policy.activation_floor:g}"
+            waived.append(f"rule {rule.id} lifted by the activation floor {floor}")
+    return tuple(waived)
+
+
+def _refuse(
+    case: Case, name: str, scheme: Scheme, policy: SchemePolicy, verdicts: tuple[Verdict, ...]
+) -> Refusal | None:
+    component = case.target.components[name]
+    if scheme not in OFFERED[component.kind]:
+        detail = f"{scheme} is not offered for a {component.kind.replace('_', ' ')}"
+        return Refusal(Cause.NOT_OFFERED, detail)
+    denials = rules_in_force(case.rules_of(name), Effect.DENY, scheme, policy, case.request.lift)
+    for rule in denials:
+        detail = f"denied by rule {describe_rule(case, rule)}"
+        return Refusal(rule.because, detail, rule.id, rule.evidence)
+    detail = host_refusal(scheme, policy, case.host)
+    if detail:
+        return Refusal(Cause.CAPABILITY, detail)
+    if component.dtype not in policy.dtypes:
+        wanted = " or ".join(policy.dtypes)
+        detail = f"{scheme} is made from {wanted}; {name} is loaded in {component.dtype}"
+        return Refusal(Cause.WEIGHT_DTYPE, detail)
+    return _refuse_empty(component, name, scheme, verdicts)
+
+
+def _refuse_empty(
+    component: TargetComponent, name: str, scheme: Scheme, verdicts: tuple[Verdict, ...]
+) -> Refusal | None:
+    if component.inventory is None:
+        return Refusal(Cause.NO_LAYERS, f"the modules of {name} are not known, only its size")
+    if any(verdict.because is None for verdict in verdicts):
+        return None
+    reasons = sorted({f"{verdict.because} by {verdict.rule}" for verdict in verdicts})
+    why = f": kept for {', '.join(reasons)}" if reasons else ""
+    return Refusal(Cause.NO_LAYERS, f"{scheme} takes no Linear of {name}{why}")

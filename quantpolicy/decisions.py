@@ -1,0 +1,172 @@
+"""The trace: how candidates become decisions, and how a refused request becomes an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from quantpolicy.candidates import OFFERED, Assessment, Case, Refusal, assess
+from quantpolicy.errors import DeniedError, RequestError
+from quantpolicy.plan import Decision, MemoryPlan
+from quantpolicy.schemes import Cause, ComponentKind, Scheme
+
+GIB = 1 << 30
+FLAGS = {
+    ComponentKind.DENOISER: "--transformer",
+    ComponentKind.TEXT_ENCODER: "--text-encoder",
+    ComponentKind.VAE: "--vae",
+}
+
+
+class Reason(NamedTuple):
+    """Why a candidate was taken or not; ``rule`` is "" when a fact decided."""
+
+    because: Cause
+    detail: str
+    rule: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One scheme over all components that choose together.
+
+    Args:
+        parts: every denoiser, or one other component.
+        memory: the estimate of the whole plan under it.
+    """
+
+    scheme: Scheme
+    parts: tuple[Assessment, ...]
+    memory: MemoryPlan
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """The first refusal of a part, None when all parts are sound."""
+        return next((part.refusal for part in self.parts if part.refusal is not None), None)
+
+    @property
+    def predicted_ms(self) -> float | None:
+        """Sum over the parts, None when one is not known."""
+        times = [part.predicted_ms for part in self.parts]
+        known = [time for time in times if time is not None]
+        return sum(known) if len(known) == len(times) else None
+
+    @property
+    def names(self) -> str:
+        """The components, for a sentence."""
+        return " and ".join(part.component for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one component gets.
+
+    Args:
+        decisions: one for each candidate, in the order considered.
+        notes: what a reader of the plan must know.
+    """
+
+    assessment: Assessment
+    decisions: tuple[Decision, ...]
+    notes: tuple[str, ...] = ()
+
+
+def write_outcomes(
+    contenders: Sequence[Contender],
+    chosen: Contender,
+    taken: Reason,
+    rejected: Mapping[Scheme, Reason],
+    notes: tuple[str, ...] = (),
+) -> dict[str, Outcome]:
+    """Return the outcome of each part of the chosen contender.
+
+    Args:
+        contenders: all of them, dense last.
+        rejected: the reason of each one that was not chosen.
+    """
+    outcomes = {}
+    for position, part in enumerate(chosen.parts):
+        dense = contenders[-1].parts[position]
+        detail = "; ".join(filter(None, [taken.detail, _numbers(part, dense, chosen.memory)]))
+        decisions = tuple(
+            _decision(part, Reason(taken.because, detail), accepted=True)
+            if entry is chosen
+            else _decision(entry.parts[position], rejected[entry.scheme], accepted=False)
+            for entry in contenders
+        )
+        outcomes[part.component] = Outcome(part, decisions, notes if position == 0 else ())
+    return outcomes
+
+
+def denial(
+    case: Case,
+    contenders: Sequence[Contender],
+    chosen: Contender,
+    refusal: Refusal,
+    rejected: Mapping[Scheme, Reason],
+) -> RequestError:
+    """Return the error for a scheme that was asked for and cannot be had."""
+    name = chosen.parts[0].component
+    component = case.target.components[name]
+    flag = FLAGS[component.kind]
+    if component.inventory is None and refusal.because is Cause.NO_LAYERS:
+        return RequestError(
+            f"{case.target.source} {name}",
+            f"{chosen.scheme} was asked for, but only the size of {name} is known",
+            allowed="its modules are read from a folder or a live pipeline",
+            remedy=f"give one of these as the model, or leave {flag} out",
+        )
+    runs = [
+        scheme for scheme in OFFERED[component.kind] if assess(case, name, scheme).refusal is None
+    ]
+    lift = f", or lift the rule with --lift {refusal.rule}" if refusal.rule else ""
+    return DeniedError(
+        f"{case.target.family} {name} on {case.host.name}",
+        f"{chosen.scheme} was asked for: {refusal.detail}",
+        allowed="what would run here: " + ", ".join(runs),
+        remedy=f"give {flag} one of these{lift}",
+        decisions=[
+            _decision(entry.parts[0], rejected[entry.scheme], accepted=False)
+            for entry in contenders
+        ],
+        rule=refusal.rule,
+        evidence=refusal.evidence,
+    )
+
+
+def over_budget(memory: MemoryPlan) -> Reason:
+    """Return the reason of a contender that does not fit."""
+    detail = f"the plan would need {gib(memory.total_bytes)} of {gib(memory.budget_bytes)}"
+    return Reason(Cause.MEMORY, detail)
+
+
+def gib(size: int) -> str:
+    """Return a size for a sentence."""
+    return f"{size / GIB:.2f} GiB"
+
+
+def _decision(part: Assessment, reason: Reason, *, accepted: bool) -> Decision:
+    return Decision(
+        component=part.component,
+        candidate=part.scheme,
+        accepted=accepted,
+        because=reason.because,
+        rule=reason.rule,
+        detail=reason.detail,
+        predicted_ms=part.predicted_ms,
+    )
+
+
+def _numbers(part: Assessment, dense: Assessment, memory: MemoryPlan) -> str:
+    weights = f"{gib(part.weights.total)} of weights"
+    time = ""
+    if part.predicted_ms is not None:
+        time = f"predicted {part.predicted_ms:.1f} ms for the Linears"
+    if part.scheme is not Scheme.DENSE:
+        weights += f" instead of {gib(dense.weights.total)}"
+        if time and dense.predicted_ms is not None:
+            time += f" against {dense.predicted_ms:.1f} ms dense"
+    fit = "within" if memory.fits else "over"
+    need = f"the plan needs {gib(memory.total_bytes)}, {fit} {gib(memory.budget_bytes)}"
+    return "; ".join(filter(None, [weights, time, need, *part.waived]))

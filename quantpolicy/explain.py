@@ -1,0 +1,142 @@
+"""A plan as plain text for a person: what runs, what was considered, what stays dense and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from quantpolicy.match import block_pattern
+from quantpolicy.plan import ComponentPlan, Decision, QuantPlan
+from quantpolicy.schemes import Scheme, weight_bytes
+
+GIB = 1 << 30
+
+
+def explain_plan(plan: QuantPlan) -> str:
+    """Return the explanation of a plan, one section after another, without colour."""
+    sections = [
+        _headline(plan),
+        _section("Components", _components(plan)),
+        _section("Decisions", _decisions(plan.decisions)),
+        _section("Kept dense", _kept(plan)),
+        _section("Memory", _memory(plan)),
+        _section("Notes", (f"  - {note}" for note in plan.notes)),
+    ]
+    return "\n".join(section for section in sections if section) + "\n"
+
+
+def align(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> list[str]:
+    """Return table rows as indented lines of equal columns.
+
+    Args:
+        right: columns to align to the right.
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  "
+        + "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _headline(plan: QuantPlan) -> str:
+    host = plan.host
+    arch = f", {host.arch}" if host.arch else ""
+    compiled = "no compile"
+    if plan.compile.mode != "none":
+        autotune = ", max autotune" if plan.compile.max_autotune else ""
+        compiled = f"{plan.compile.mode} compile{autotune}"
+    lines = [
+        f"{plan.family} on {host.name} ({host.backend}{arch}, {host.host_class}, "
+        f"{host.memory_bytes / GIB:.0f} GiB)",
+        f"  tier {plan.tier} ({compiled}), quality {plan.quality}, execution {plan.execution}",
+    ]
+    if plan.workload is not None:
+        origin = "declared inputs" if plan.workload.declared else "as requested"
+        lines.append(
+            f"  {plan.workload.image_tokens} image tokens, batch {plan.workload.batch}, {origin}"
+        )
+    if plan.kernels:
+        ops = ", ".join(f"{kernel.op} ({kernel.contract})" for kernel in plan.kernels)
+        lines.append(f"  kernels: {ops}")
+    if plan.lifted:
+        lines.append(f"  lifted rules: {', '.join(plan.lifted)}")
+    lines.append(f"  weights {plan.weights_digest[:16]}, plan {plan.plan_digest[:16]}")
+    return "\n".join(lines) + "\n"
+
+
+def _section(title: str, lines: Iterable[str]) -> str:
+    body = "\n".join(lines)
+    return f"{title}\n{body}\n" if body else ""
+
+
+def _components(plan: QuantPlan) -> list[str]:
+    rows = []
+    for name, component in plan.components.items():
+        before, after = _layer_bytes(component)
+        counts = bytes_text = settings = ""
+        if component.scheme is not Scheme.DENSE:
+            counts = f"{len(component.layers)} Linears quantised, {len(component.kept)} kept"
+            bytes_text = f"{before / GIB:.2f} -> {after / GIB:.2f} GiB"
+            settings = _settings(component)
+        rows.append([name, component.scheme, component.confidence, counts, bytes_text, settings])
+    return align(rows) if rows else []
+
+
+def _layer_bytes(component: ComponentPlan) -> tuple[int, int]:
+    """Return the bytes of the quantised Linears' weights before and after."""
+    before = after = 0
+    for layer in component.layers:
+        before += weight_bytes(Scheme.DENSE, *layer.shape, layer.dtype)
+        after += weight_bytes(layer.scheme, *layer.shape, layer.dtype)
+    return before, after
+
+
+def _settings(component: ComponentPlan) -> str:
+    settings = component.settings
+    parts = [settings.granularity, settings.weight_dtype]
+    if settings.activation_floor:
+        parts.append(f"floor {settings.activation_floor:g}")
+    padded = sum(layer.pad_rows > 0 for layer in component.layers)
+    if padded:
+        parts.append(f"{padded} padded")
+    return ", ".join(part for part in parts if part)
+
+
+def _decisions(decisions: Iterable[Decision]) -> list[str]:
+    rows = [
+        [
+            decision.component,
+            decision.candidate,
+            "accepted" if decision.accepted else "rejected",
+            decision.because,
+            decision.detail,
+        ]
+        for decision in decisions
+    ]
+    return align(rows) if rows else []
+
+
+def _kept(plan: QuantPlan) -> Iterator[str]:
+    rows = []
+    for name, component in plan.components.items():
+        counts: dict[tuple[str, str, str], int] = {}
+        for layer in component.kept:
+            key = (block_pattern(layer.name), layer.because, layer.rule)
+            counts[key] = counts.get(key, 0) + 1
+        rows += [
+            [name, pattern, str(count), because, rule]
+            for (pattern, because, rule), count in counts.items()
+        ]
+    if rows:
+        yield from align(rows, right=frozenset({2}))
+
+
+def _memory(plan: QuantPlan) -> list[str]:
+    memory = plan.memory
+    rows = [[item.component, item.what, f"{item.bytes:,}"] for item in memory.items]
+    verdict = "fits" if memory.fits else "does not fit"
+    rows.append(["total", f"{verdict} {memory.budget_bytes:,}", f"{memory.total_bytes:,}"])
+    return align(rows, right=frozenset({2}))

@@ -1,0 +1,85 @@
+"""The plan's notes: what a reader must know that no decision or layer says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quantpolicy.candidates import Case
+from quantpolicy.decisions import Outcome, gib
+from quantpolicy.plan import ComponentPlan, MemoryPlan
+from quantpolicy.schemes import ComponentKind, Confidence, Scheme
+
+
+def write_notes(
+    case: Case,
+    outcomes: Mapping[str, Outcome],
+    components: Mapping[str, ComponentPlan],
+    memory: MemoryPlan,
+    lifted: tuple[str, ...],
+) -> tuple[str, ...]:
+    """Return the notes of a plan, in a fixed order."""
+    notes = [f"recognised by {case.target.recognised_by}"]
+    if case.family is None:
+        notes.append(
+            "the class is in no family of the table: the generic rules apply, and nothing is "
+            "measured"
+        )
+        if case.request.resolution or case.request.frames:
+            notes.append("resolution and frames are not used: no geometry is known for this class")
+    for outcome in outcomes.values():
+        notes += outcome.notes
+    for name, component in components.items():
+        if component.scheme is not Scheme.DENSE:
+            notes += _scheme_notes(case, name, component)
+    if case.host.rates is None:
+        notes.append(f"no rates are known for {case.host.name}: no time is predicted")
+    if not memory.fits and not any("offload" in note for note in notes):
+        notes.append(
+            f"the plan needs {gib(memory.total_bytes)}, over {gib(memory.budget_bytes)}: "
+            "offload a component"
+        )
+    idle = [rule_id for rule_id in case.request.lift if rule_id not in lifted]
+    notes += [f"lifting {rule_id} changed nothing here" for rule_id in idle]
+    return tuple(notes)
+
+
+def _scheme_notes(case: Case, name: str, component: ComponentPlan) -> list[str]:
+    notes = []
+    scheme = component.scheme
+    if component.confidence is Confidence.DERIVED:
+        notes.append(f"{name}: {scheme} is derived, not measured on {case.target.family}")
+    elif component.kind is ComponentKind.DENOISER:
+        notes += _domain_notes(case, name, scheme)
+    if scheme is not Scheme.LAYERWISE_FP8:
+        unknown = sum(linear.rows is None for linear in case.grouped[name].linears)
+        padded = max((layer.pad_rows for layer in component.layers), default=0)
+        if unknown and padded:
+            notes.append(
+                f"{name}: the rows of {unknown} Linears are not known; those that need "
+                f"it are padded to {padded} rows"
+            )
+    return notes
+
+
+def _domain_notes(case: Case, name: str, scheme: Scheme) -> list[str]:
+    """Return a note when the workload is outside what the evidence of the scheme speaks for."""
+    if case.family is None or case.workload is None:
+        return []
+    records = [case.rules.evidence[key] for key in case.family.measured.get(scheme, ())]
+    tokens = case.workload.image_tokens
+    domains = [
+        (record.min_tokens or 0, record.max_tokens)
+        for record in records
+        if record.min_tokens is not None or record.max_tokens is not None
+    ]
+    inside = any(low <= tokens and (high is None or tokens <= high) for low, high in domains)
+    if not domains or inside:
+        return []
+    spans = ", ".join(_span(low, high) for low, high in domains)
+    return [f"{name}: {scheme} is measured at {spans} image tokens; this workload has {tokens}"]
+
+
+def _span(low: int, high: int | None) -> str:
+    if high is None:
+        return f"{low} or more"
+    return f"{low} to {high}" if low < high else str(low)
