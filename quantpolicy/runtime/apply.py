@@ -12,7 +12,7 @@ from quantpolicy.plan import ComponentPlan, Decision, PlannedLayer, QuantPlan
 from quantpolicy.runtime.check import component_mismatches, refuse_quantised
 from quantpolicy.runtime.count import count_component, count_mismatches
 from quantpolicy.runtime.linear import guard_linear, release_linear, store_layerwise
-from quantpolicy.runtime.locate import linear_modules, select_components
+from quantpolicy.runtime.locate import linear_modules, linears_by_weight, select_components
 from quantpolicy.runtime.mount import check_mounts
 from quantpolicy.runtime.report import ApplyReport
 from quantpolicy.runtime.smoke import smoke_test
@@ -79,19 +79,18 @@ def apply_plan(
 
 def _quantise_component(root: nn.Module, plan: ComponentPlan, undo: ExitStack) -> None:
     linears, _ = linear_modules(root)
-    shared: dict[int, nn.Parameter] = {}
+    sharing = linears_by_weight(root)
     for layer in plan.layers:
-        module = linears[layer.name]
-        dense = module.weight
+        dense = linears[layer.name].weight
         assert isinstance(dense, nn.Parameter), layer.name
-        if id(dense) not in shared:
-            shared[id(dense)] = _quantise(dense, layer, plan)
-        undo.callback(_restore, module, dense)
-        if layer.scheme is Scheme.LAYERWISE_FP8:
-            store_layerwise(module, dense.dtype)
-        else:
-            guard_linear(module, layer.pad_rows)
-        module.weight = shared[id(dense)]
+        stored = _quantise(dense, layer, plan)
+        for module in sharing[id(dense)]:
+            undo.callback(_restore, module, dense)
+            if layer.scheme is Scheme.LAYERWISE_FP8:
+                store_layerwise(module, dense.dtype)
+            else:
+                guard_linear(module, layer.pad_rows)
+            module.weight = stored
 
 
 def _quantise(dense: torch.Tensor, layer: PlannedLayer, plan: ComponentPlan) -> nn.Parameter:

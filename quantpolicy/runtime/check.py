@@ -8,7 +8,7 @@ from torch import nn
 
 from quantpolicy.errors import Mismatch, PlanMismatchError
 from quantpolicy.plan import ComponentPlan, KeptLayer, PlannedLayer
-from quantpolicy.runtime.locate import linear_modules
+from quantpolicy.runtime.locate import linear_modules, linears_by_weight
 from quantpolicy.runtime.weights import scheme_of
 from quantpolicy.schemes import Scheme
 
@@ -39,6 +39,7 @@ def refuse_quantised(name: str, root: nn.Module) -> None:
 def component_mismatches(name: str, root: nn.Module, plan: ComponentPlan) -> list[Mismatch]:
     """Return every mismatch between a component and its plan; changes nothing."""
     linears, mismatches = linear_modules(root)
+    sharing = linears_by_weight(root)
     listed: tuple[PlannedLayer | KeptLayer, ...] = (*plan.layers, *plan.kept)
     for layer in listed:
         module = linears.get(layer.name)
@@ -47,7 +48,8 @@ def component_mismatches(name: str, root: nn.Module, plan: ComponentPlan) -> lis
             continue
         mismatches += _layer_mismatches(module, layer)
         if isinstance(layer, PlannedLayer):
-            mismatches += _unquantisable(module, layer)
+            for sharer in sharing[id(module.weight)]:
+                mismatches += _unquantisable(sharer, layer)
     for subject in linears.keys() - {layer.name for layer in listed}:
         mismatches.append(
             Mismatch("layer_extra", subject, "no such Linear", str(_shape(linears[subject])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 from torch import nn
@@ -77,17 +78,33 @@ def find_root(model: nn.Module, class_name: str) -> nn.Module | None:
 
 
 def linear_modules(root: nn.Module) -> tuple[dict[str, nn.Linear], list[Mismatch]]:
-    """Return the Linears by normalised name, adapters left out, and any name that two share."""
+    """Return the Linears by normalised name, adapters left out, and any name that two share.
+
+    Of several Linears over one weight the first stands for all; see ``linears_by_weight``.
+    """
     linears: dict[str, nn.Linear] = {}
+    weights: set[int] = set()
     mismatches = []
     for raw_name, module in root.named_modules():
         if not isinstance(module, nn.Linear) or is_adapter(raw_name):
             continue
+        if id(module.weight) in weights:
+            continue
+        weights.add(id(module.weight))
         name = normalise_name(raw_name)
         if name in linears:
             mismatches.append(Mismatch("name_ambiguous", name, "one module", "two modules"))
         linears[name] = module
     return linears, mismatches
+
+
+def linears_by_weight(root: nn.Module) -> dict[int, list[nn.Linear]]:
+    """Return all Linears that hold each weight, by the weight's ``id``."""
+    sharing: dict[int, list[nn.Linear]] = defaultdict(list)
+    for module in root.modules():
+        if isinstance(module, nn.Linear):
+            sharing[id(module.weight)].append(module)
+    return sharing
 
 
 def denoisers(plan: QuantPlan) -> dict[str, ComponentPlan]:

@@ -6,7 +6,7 @@ from quantpolicy.plan import Decision
 from quantpolicy.record import Record
 from quantpolicy.schemes import Cause, Scheme
 
-GIB = 1024**3
+MIB = 1024**2
 
 
 class SchemeCount(Record):
@@ -143,7 +143,7 @@ class ApplyReport(Record):
 
     def explain(self) -> str:
         """Return the report as text for a person."""
-        lines = [f"{self.family}: {self.total_bytes / GIB:.2f} GiB of weights after applying"]
+        lines = [f"{self.family}: {format_bytes(self.total_bytes)} of weights after applying"]
         for part in self.components.values():
             lines += _component_lines(part)
         lines += [f"  not applied: {decision.detail}" for decision in self.decisions]
@@ -153,15 +153,15 @@ class ApplyReport(Record):
 
 def _component_lines(part: ComponentReport) -> list[str]:
     if not part.schemes:
-        return [f"  {part.name} ({part.class_name}): dense, {part.dense_bytes / GIB:.2f} GiB"]
+        return [f"  {part.name} ({part.class_name}): dense, {format_bytes(part.dense_bytes)}"]
     lines = [
         f"  {part.name} ({part.class_name}): {part.linear_coverage:.1%} of the Linears' weights, "
-        f"{part.coverage:.1%} of all parameters, {part.total_bytes / GIB:.2f} GiB"
+        f"{part.coverage:.1%} of all parameters, {format_bytes(part.total_bytes)}"
     ]
     for count in part.schemes:
         lines.append(
             f"    {count.scheme.value}: {count.layers} layers, "
-            f"data {count.data_bytes / GIB:.3f} GiB, scales {count.scale_bytes / GIB:.3f} GiB"
+            f"data {format_bytes(count.data_bytes)}, scales {format_bytes(count.scale_bytes)}"
             + (f", {count.padded} padded" if count.padded else "")
             + (f", {count.emulated} emulated on this device" if count.emulated else "")
         )
@@ -172,3 +172,9 @@ def _component_lines(part: ComponentReport) -> list[str]:
     if part.compiled != "none":
         lines.append(f"    compiled: {part.compiled}")
     return lines
+
+
+def format_bytes(count: int) -> str:
+    """Return a number of bytes as text, in GiB or, below one, in MiB."""
+    mib = count / MIB
+    return f"{mib / 1024:.2f} GiB" if mib >= 1024 else f"{mib:.2f} MiB"
