@@ -1,0 +1,118 @@
+"""Timing and the JSON envelope shared by the benchmarks.
+
+Times are medians of CUDA-event intervals over calls that rotate among input sets larger than the
+L2; the queue is filled behind a spin kernel first, so that launch cost on the CPU stays outside
+(``gpu_ms``) or inside (``wall_ms``) on purpose.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+L2_MULTIPLE_BYTES = 256 * 2**20
+SPIN_CYCLES = 4_000_000
+
+
+def envelope(**results: object) -> dict[str, object]:
+    """Return results wrapped with GPU, versions, date, revision and command."""
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "driver": _driver(),
+        "versions": {name: _version(name) for name in ("torch", "triton", "torchao", "diffusers")},
+        "cuda": torch.version.cuda,
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "revision": _revision(),
+        "command": " ".join(["python", "-m", _module_name(), *sys.argv[1:]]),
+        **results,
+    }
+
+
+def _module_name() -> str:
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if spec is not None else Path(sys.argv[0]).name
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def _revision() -> str:
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def _driver() -> str:
+    done = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ) if torch.cuda.is_available() else None
+    return done.stdout.strip() if done else "none"
+
+
+def write_json(path: str | Path, data: dict[str, object]) -> None:
+    """Write one result file."""
+    Path(path).write_text(json.dumps(data, indent=1) + "\n")
+
+
+def copies_for(bytes_each: int, most: int = 64) -> int:
+    """Return how many input sets of a size exceed the L2 several times."""
+    return max(2, min(most, -(-L2_MULTIPLE_BYTES // max(bytes_each, 1))))
+
+
+def gpu_ms(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:
+    """Return the median GPU time of one call, launches queued ahead of the device."""
+    for call in calls[:3]:
+        call()
+    torch.cuda.synchronize()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    torch.cuda._sleep(SPIN_CYCLES)
+    marks[0].record()
+    for index in range(repeats):
+        calls[index % len(calls)]()
+        marks[index + 1].record()
+    torch.cuda.synchronize()
+    return statistics.median(
+        before.elapsed_time(after) for before, after in zip(marks, marks[1:], strict=False)
+    )
+
+
+def wall_ms(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:
+    """Return the mean time of one call as a caller sees it, device idle at the start."""
+    for call in calls[:3]:
+        call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for index in range(repeats):
+        calls[index % len(calls)]()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3 / repeats
+
+
+def copy_ceiling_tb_s(mib: int = 2048) -> float:
+    """Return the device copy bandwidth in TB/s, bytes read plus bytes written."""
+    source = torch.randint(0, 255, (mib * 2**20,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / gpu_ms([lambda: target.copy_(source)]) / 1e9
+
+
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return ||out - reference|| / ||reference||, NaN when either holds one."""
+    difference = (out.double() - reference.double()).norm()
+    return float(difference / reference.double().norm())

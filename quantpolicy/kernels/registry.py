@@ -1,0 +1,71 @@
+"""Where the ops of namespace ``quantpolicy::`` are defined, counted and switched off.
+
+An op is defined once with its schema, a CPU implementation (the plain torch reference), a CUDA
+implementation and a fake kernel. What an op computes does not belong here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+
+HAS_TRITON = find_spec("triton") is not None
+DISABLE_VARIABLE = "QUANTPOLICY_DISABLE"
+
+_LIBRARY = torch.library.Library("quantpolicy", "FRAGMENT")
+_NAMES: list[str] = []
+_DECLINES: Counter[tuple[str, str]] = Counter()
+
+
+def define_op(
+    schema: str, *, cpu: Callable[..., object], cuda: Callable[..., object], fake: Callable[..., object]
+) -> Callable[..., object]:
+    """Define one op and return its overload.
+
+    Args:
+        schema: name and signature, such as ``double(Tensor x) -> Tensor``.
+        cpu: the plain torch reference.
+        cuda: the fast implementation, for any input that the reference takes.
+        fake: shapes and dtypes of the result, without data.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, cpu, "CPU")
+    _LIBRARY.impl(name, cuda, "CUDA")
+    torch.library.register_fake(f"quantpolicy::{name}", fake, lib=_LIBRARY)
+    _NAMES.append(name)
+    overload: Callable[..., object] = getattr(torch.ops.quantpolicy, name).default
+    return overload
+
+
+def op_names() -> tuple[str, ...]:
+    """Return the names of all defined ops, without the namespace."""
+    return tuple(_NAMES)
+
+
+def is_disabled(name: str) -> bool:
+    """Return whether ``QUANTPOLICY_DISABLE`` (names joined by commas) switches the kernel off."""
+    return name in os.environ.get(DISABLE_VARIABLE, "").replace(" ", "").split(",")
+
+
+def why_no_triton(name: str) -> str:
+    """Return why the Triton kernel of an op cannot run in this process, "" when it can."""
+    if not HAS_TRITON:
+        return "Triton is not installed"
+    if is_disabled(name):
+        return f"switched off by {DISABLE_VARIABLE}"
+    return ""
+
+
+def decline(name: str, reason: str) -> None:
+    """Count one call that took the slower path of an op."""
+    _DECLINES[name, reason] += 1
+
+
+def declines() -> dict[tuple[str, str], int]:
+    """Return how often each op took a slower path, by (op, reason)."""
+    return dict(_DECLINES)

@@ -1,0 +1,74 @@
+"""Triton functions that turn the values of a row into codes and a scale, bit for bit as torchao does.
+
+Shared by the row quantisers and by every producer that ends in a row quantisation. A scale is
+rounded to the dtype of the activation, as torchao's eager chain computes it there.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INVERSE_E4M3_MAX = tl.constexpr(1.0 / 448.0)
+INVERSE_INT8_HALF_RANGE = tl.constexpr(1.0 / 127.5)
+FP16_TINY = tl.constexpr(2.0**-14)
+INT8_EPS = tl.constexpr(2.0**-23)
+ROUNDING_MAGIC = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def larger(a, b):
+    """Return the larger value; NaN wins."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def row_amax(x):
+    """Return the largest magnitude of each row, [R, K] to [R]; NaN if the row holds one."""
+    return tl.reduce(tl.abs(x), 1, larger)
+
+
+@triton.jit
+def fp8_scale(amax, floor, DTYPE: tl.constexpr):
+    """Return the scale of an e4m3 row whose magnitudes reach ``amax``."""
+    unrounded = larger(amax, floor) * INVERSE_E4M3_MAX
+    scale = unrounded.to(DTYPE).to(tl.float32)
+    if DTYPE == tl.float16:
+        scale = tl.where(unrounded < FP16_TINY, unrounded, scale)
+    return scale
+
+
+@triton.jit
+def fp8_codes(x, scale, EXACT_DIVISION: tl.constexpr):
+    """Return x / scale, correctly rounded, as e4m3.
+
+    One reciprocal a row and a Newton step an element give the rounded quotient for bf16 and fp16
+    values over a scale of their own precision that is far from underflow.
+    """
+    if EXACT_DIVISION:
+        quotient = tl.div_rn(x, scale)
+    else:
+        inverse = tl.div_rn(1.0, scale)
+        minus = tl.where(scale == float("inf"), 0.0, -scale)
+        estimate = x * inverse
+        quotient = tl.fma(tl.fma(estimate, minus, x), inverse, estimate)
+    return quotient.to(tl.float8e4nv)
+
+
+@triton.jit
+def int8_scale(amax, DTYPE: tl.constexpr):
+    """Return the scale of a symmetric int8 row whose magnitudes reach ``amax``."""
+    scale = (amax * INVERSE_INT8_HALF_RANGE).to(DTYPE).to(tl.float32)
+    return larger(scale, INT8_EPS)
+
+
+@triton.jit
+def int8_codes(x, scale):
+    """Return x times the reciprocal of scale, rounded half to even and clamped, as int8.
+
+    Adding 1.5 * 2^23 rounds in fp32; needs a launch without fused multiply-add.
+    """
+    value = x * tl.div_rn(1.0, scale)
+    value = tl.minimum(tl.maximum(value, -128.0), 127.0)
+    rounded = value + ROUNDING_MAGIC
+    return (rounded.to(tl.int32, bitcast=True) & 0xFF).to(tl.int8)

@@ -1,0 +1,185 @@
+"""Row quantisation of an activation to fp8 (e4m3fn): one scale per row, the input read once.
+
+    scale[r] = max(amax |x[r, :]|, floor) / 448        rounded to the dtype of x
+    q[r, k]  = e4m3(x[r, k] / scale[r])
+
+Bytes and scales equal torchao's ``Float8Tensor`` activation quantisation (PerRow, hp_value_lb=floor).
+One stated difference: an fp16 row whose scale fp16 cannot hold keeps it in fp32, where torchao divides
+by zero or by a subnormal.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quantpolicy.kernels.registry import HAS_TRITON, decline, define_op, why_no_triton
+from quantpolicy.kernels.rows import as_rows, row_scales_like
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+E4M3_MAX = 448.0
+FP16_TINY = 2.0**-14
+REGISTER_COLUMNS = 32768
+_FAST_DIVISION_FLOOR = 1e-30
+_NAME = "row_quantise_fp8"
+
+
+def row_quantise_fp8_reference(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """Quantise rows in plain torch, the chain that torchao runs in eager mode."""
+    amax = row_amax_reference(x)
+    scale = (amax.clamp(min=floor) / E4M3_MAX).to(torch.float32)
+    if x.dtype is torch.float16:
+        unrounded = amax.to(torch.float32).clamp(min=floor) / E4M3_MAX
+        scale = torch.where(unrounded < FP16_TINY, unrounded, scale)
+    quotient = (x.to(torch.float32) / scale).clamp(-E4M3_MAX, E4M3_MAX)
+    return quotient.to(torch.float8_e4m3fn).contiguous(), scale
+
+
+def _fake(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    del floor
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), row_scales_like(x)
+
+
+def _cuda(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    reason = why_no_triton(_NAME)
+    if not reason and torch.cuda.get_device_capability(x.device) < (8, 9):
+        reason = "the GPU has no e4m3 conversion"
+    if reason:
+        decline(_NAME, reason)
+        return row_quantise_fp8_reference(x, floor)
+    return launch_row_quantise_fp8(x, floor)
+
+
+@functools.cache
+def rounded_floor(floor: float, dtype: torch.dtype) -> float:
+    """Return the floor as the activation dtype holds it; fp16, which underflows, keeps it."""
+    if dtype is torch.float16:
+        return floor
+    return float(torch.tensor(floor, dtype=dtype))
+
+
+def row_amax_reference(x: Tensor) -> Tensor:
+    """Return the largest magnitude of each row, [..., 1], 0 for a row of no columns."""
+    if x.shape[-1] == 0:
+        return x.new_zeros((*x.shape[:-1], 1))
+    return x.abs().amax(dim=-1, keepdim=True)
+
+
+def split_columns(columns: int) -> tuple[int, int]:
+    """Return two powers of two that cover a row: the largest within it, and the rest (0: none)."""
+    first = 1 << (columns.bit_length() - 1)
+    rest = columns - first
+    return first, 1 << (rest - 1).bit_length() if rest else 0
+
+
+def row_warps(columns: int) -> int:
+    """Return the warps of a program that holds one row in registers."""
+    return min(16, max(1, (1 << (columns - 1).bit_length()) // 1024))
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from quantpolicy.kernels.row_math import fp8_codes, fp8_scale, larger, row_amax
+
+    @triton.jit(do_not_specialize=["inner"])
+    def _row_quantise_fp8_kernel(
+        x_ptr,
+        q_ptr,
+        scale_ptr,
+        inner,
+        outer_stride,
+        inner_stride,
+        floor,
+        K: tl.constexpr,
+        BLOCK_A: tl.constexpr,
+        BLOCK_B: tl.constexpr,
+        EXACT_DIVISION: tl.constexpr,
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        x_row = x_ptr + (row // inner) * outer_stride + (row % inner) * inner_stride
+        q_row = q_ptr + row * K
+        dtype: tl.constexpr = x_ptr.dtype.element_ty
+        cols_a = tl.arange(0, BLOCK_A)[None, :]
+        a = tl.load(x_row + cols_a).to(tl.float32)
+        amax = row_amax(a)
+        if BLOCK_B > 0:
+            cols_b = BLOCK_A + tl.arange(0, BLOCK_B)[None, :]
+            b = tl.load(x_row + cols_b, mask=cols_b < K, other=0.0).to(tl.float32)
+            amax = larger(amax, row_amax(b))
+        scale = fp8_scale(amax, floor, dtype)[:, None]
+        tl.store(scale_ptr + row + tl.zeros_like(scale).to(tl.int32), scale)
+        tl.store(q_row + cols_a, fp8_codes(a, scale, EXACT_DIVISION))
+        if BLOCK_B > 0:
+            tl.store(q_row + cols_b, fp8_codes(b, scale, EXACT_DIVISION), mask=cols_b < K)
+
+    @triton.jit(do_not_specialize=["inner"])
+    def _row_quantise_fp8_long_kernel(
+        x_ptr,
+        q_ptr,
+        scale_ptr,
+        inner,
+        outer_stride,
+        inner_stride,
+        floor,
+        K,
+        BLOCK: tl.constexpr,
+        EXACT_DIVISION: tl.constexpr,
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        x_row = x_ptr + (row // inner) * outer_stride + (row % inner) * inner_stride
+        q_row = q_ptr + row * K
+        cols = tl.arange(0, BLOCK)[None, :]
+        amax = tl.zeros((1,), dtype=tl.float32)
+        for start in range(0, K, BLOCK):
+            part = tl.load(x_row + start + cols, mask=start + cols < K, other=0.0)
+            amax = larger(amax, row_amax(part.to(tl.float32)))
+        scale = fp8_scale(amax, floor, x_ptr.dtype.element_ty)[:, None]
+        tl.store(scale_ptr + row + tl.zeros_like(scale).to(tl.int32), scale)
+        for start in range(0, K, BLOCK):
+            part = tl.load(x_row + start + cols, mask=start + cols < K, other=0.0)
+            codes = fp8_codes(part.to(tl.float32), scale, EXACT_DIVISION)
+            tl.store(q_row + start + cols, codes, mask=start + cols < K)
+
+
+def launch_row_quantise_fp8(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """Run the Triton kernel: one program a row, the row in registers when it fits."""
+    q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = row_scales_like(x)
+    if x.numel() == 0:
+        return q, scale.fill_(floor / E4M3_MAX)
+    rows = as_rows(x)
+    exact = x.dtype is torch.float32 or floor < _FAST_DIVISION_FLOOR
+    arguments = (
+        rows.data,
+        q,
+        scale,
+        rows.inner,
+        rows.outer_stride,
+        rows.inner_stride,
+        rounded_floor(floor, x.dtype),
+    )
+    if rows.columns > REGISTER_COLUMNS:
+        _row_quantise_fp8_long_kernel[(rows.count,)](
+            *arguments, rows.columns, 8192, exact, num_warps=8
+        )
+        return q, scale
+    first, rest = split_columns(rows.columns)
+    _row_quantise_fp8_kernel[(rows.count,)](
+        *arguments, rows.columns, first, rest, exact, num_warps=row_warps(rows.columns)
+    )
+    return q, scale
+
+
+row_quantise_fp8: Callable[[Tensor, float], tuple[Tensor, Tensor]] = define_op(  # type: ignore[assignment]
+    f"{_NAME}(Tensor x, float floor) -> (Tensor, Tensor)",
+    cpu=row_quantise_fp8_reference,
+    cuda=_cuda,
+    fake=_fake,
+)
