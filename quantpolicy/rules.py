@@ -6,7 +6,7 @@ Nothing is decided here: the resolver reads the table. How overlays merge is tol
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -34,10 +34,12 @@ class RuleTable:
     Args:
         file: the merged table.
         places: (source, path) of every rule by id.
+        sources: the complete table, then its overlays in order.
     """
 
-    def __init__(self, file: RuleFile, places: Mapping[str, tuple[YamlSource, YamlPath]]) -> None:
+    def __init__(self, file: RuleFile, places: Places, sources: Sequence[YamlSource]) -> None:
         self.file = file
+        self.sources = tuple(sources)
         self._places = dict(places)
         self._rules = {rule.id: rule for _, rule in iterate_rules(file)}
         self._by_family: dict[str, tuple[Rule, ...]] = {}
@@ -99,6 +101,11 @@ class RuleTable:
         source, path = self._places[rule_id]
         return f"{source.name}:{source.line(path)}"
 
+    def with_overlays(self, *paths: str | Path) -> RuleTable:
+        """Return this table with further overlays merged in; see ``load_rules``."""
+        base, *given = self.sources
+        return build_table(base, (*given, *(read_yaml(path) for path in paths)))
+
     def ladder_for(self, host: Host) -> tuple[Scheme, ...]:
         """Return the candidates of the first ladder that matches the host; empty when none does."""
         for ladder in self.file.ladders:
@@ -124,6 +131,12 @@ def load_rules(*overlays: str | Path) -> RuleTable:
 def load_table(path: str | Path) -> RuleTable:
     """Load one complete table alone, such as a changed families.yaml; see ``load_rules``."""
     return build_table(read_yaml(path), ())
+
+
+def is_whole_table(path: str | Path) -> bool:
+    """Tell a complete table from an overlay: it has every section that a table must have."""
+    required = {name for name, info in RuleFile.model_fields.items() if info.is_required()}
+    return required <= set(read_yaml(path).values)
 
 
 def find_families_file() -> Path:
@@ -159,7 +172,7 @@ def build_table(base: YamlSource, overlays: Iterable[YamlSource]) -> RuleTable:
 
     rule_where = {name: source.where(path) for name, (source, path) in places.items()}
     raise_all(check_table(file, rule_where, where))
-    return RuleTable(file, places)
+    return RuleTable(file, places, sources)
 
 
 @lru_cache(maxsize=1)
