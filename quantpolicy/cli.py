@@ -103,8 +103,9 @@ def lint(
     del debug
     from quantpolicy.cli_tables import print_findings
     from quantpolicy.lint import lint as lint_table
+    from quantpolicy.rules import load_rules
 
-    findings = lint_table(tuple(files or ()), meta=meta)
+    findings = lint_table(load_rules(), *(files or ()), meta=meta)
     print_findings(findings, as_json=json)
     if findings:
         raise typer.Exit(1)

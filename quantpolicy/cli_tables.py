@@ -1,0 +1,158 @@
+"""What the commands ``families``, ``lint`` and ``probe`` show, as tables, Markdown or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from quantpolicy.console import markdown_table, print_json, print_table, print_text
+from quantpolicy.errors import RequestError
+from quantpolicy.rule_schema import Effect, Fact, FamilySpec, Rule
+from quantpolicy.schemes import ComponentKind, Scheme
+
+if TYPE_CHECKING:
+    from quantpolicy.inventory.model import Inventory
+    from quantpolicy.lint import LintFinding
+    from quantpolicy.rules import RuleTable
+
+SHOWN_SCHEMES = (Scheme.INT8, Scheme.FP8, Scheme.MXFP8, Scheme.NVFP4)
+
+
+def denials(rules: RuleTable, family: str) -> dict[Scheme, str]:
+    """Return the id of the rule that denies each denied scheme of the family's denoiser."""
+    denied: dict[Scheme, str] = {}
+    for rule in rules.rules_for(family):
+        if rule.effect is Effect.DENY and rule.component is ComponentKind.DENOISER:
+            for scheme in rule.schemes:
+                if not _is_lifted(rule, scheme, rules):
+                    denied.setdefault(scheme, rule.id)
+    return denied
+
+
+def _is_lifted(rule: Rule, scheme: Scheme, rules: RuleTable) -> bool:
+    return Fact.ACTIVATION_FLOOR in rule.unless and rules.schemes[scheme].activation_floor > 0
+
+
+def family_facts(rules: RuleTable, family: str) -> dict[str, object]:
+    """Return what the table says of a family, as plain JSON values."""
+    spec = rules.families[family]
+    denied = denials(rules, family)
+    automatic = {scheme for ladder in rules.file.ladders for scheme in ladder.schemes}
+    return {
+        "name": family,
+        "title": spec.title,
+        "class_name": spec.recognise.class_name,
+        "repos": list(spec.recognise.repos),
+        "components": {name: part.kind.value for name, part in spec.components.items()},
+        "schemes": {
+            scheme.value: {
+                "allowed": scheme not in denied,
+                "automatic": scheme in automatic and scheme not in denied,
+                "rule": denied.get(scheme, ""),
+                "evidence": list(_evidence(rules, spec, denied, scheme)),
+            }
+            for scheme in SHOWN_SCHEMES
+        },
+    }
+
+
+def _evidence(
+    rules: RuleTable, spec: FamilySpec, denied: Mapping[Scheme, str], scheme: Scheme
+) -> tuple[str, ...]:
+    """Return the evidence behind the denial, or else of the measurements."""
+    if scheme in denied:
+        return rules.rule(denied[scheme]).evidence
+    return spec.measured.get(scheme, ())
+
+
+def print_families(rules: RuleTable, *, as_json: bool, as_markdown: bool) -> None:
+    """Write the families of the table."""
+    facts = [family_facts(rules, family) for family in rules.families]
+    if as_json:
+        print_json(facts)
+        return
+    columns = ["family", "class", *(scheme.value for scheme in SHOWN_SCHEMES)]
+    rows = [_family_row(item) for item in facts]
+    if as_markdown:
+        print_text(markdown_table(columns, rows))
+        return
+    print_table(columns, rows)
+    print_text("measured: evidence on this family; derived: by the probe or by analogy;")
+    print_text("explicit: never chosen by auto; denied: refused by a rule, which --lift lifts.")
+
+
+def _family_row(facts: Mapping[str, object]) -> list[str]:
+    schemes = facts["schemes"]
+    assert isinstance(schemes, dict)
+    cells = [_scheme_cell(schemes[scheme.value]) for scheme in SHOWN_SCHEMES]
+    return [str(facts["name"]), str(facts["class_name"]), *cells]
+
+
+def _scheme_cell(scheme: Mapping[str, object]) -> str:
+    if not scheme["allowed"]:
+        return "denied"
+    confidence = "measured" if scheme["evidence"] else "derived"
+    return confidence if scheme["automatic"] else f"{confidence}, explicit"
+
+
+def print_findings(findings: Sequence[LintFinding], *, as_json: bool) -> None:
+    """Write what lint found."""
+    if as_json:
+        print_json([finding.model_dump(mode="json") for finding in findings])
+    elif not findings:
+        print_text("nothing to repair")
+    else:
+        rows = [[item.severity.value, item.code, item.where, item.message] for item in findings]
+        print_table(["severity", "check", "where", "what"], rows)
+
+
+def probe_model(model: str, rules: RuleTable) -> dict[str, Inventory]:
+    """Return the inventories of the model's denoisers with freshly probed rows. Imports torch.
+
+    Raises:
+        RequestError: the model cannot be read, or its family declares no inputs to probe with.
+    """
+    from quantpolicy.inventory.shipped import load_inventory
+    from quantpolicy.recognise import target_from
+
+    target = target_from(model, rules)
+    spec = rules.families.get(target.family)
+    if spec is None or not spec.inputs or spec.tiny not in rules.file.tiny:
+        raise RequestError(
+            f"model {model!r}",
+            f"family {target.family} declares no inputs to probe with",
+            allowed="a family with `inputs` and a `tiny` model",
+            remedy="add them to the family through --rules",
+        )
+    try:
+        from quantpolicy.measure.probe import denoiser_of, probe_inventory
+    except ImportError as error:
+        raise RequestError(
+            "probe", f"needs torch and diffusers: {error}", remedy="install quantpolicy[runtime]"
+        ) from error
+    released = load_inventory(denoiser_of(spec).inventory)
+    probed = probe_inventory(released, spec, rules.file.tiny[spec.tiny])
+    return {
+        name: part.inventory.with_rows_of(probed)
+        for name, part in target.components.items()
+        if part.kind is ComponentKind.DENOISER and part.inventory is not None
+    }
+
+
+def print_probe(model: str, rules: RuleTable, *, as_json: bool) -> None:
+    """Probe the model and write the rows of every Linear."""
+    inventories = probe_model(model, rules)
+    if as_json:
+        print_json({name: item.model_dump(mode="json") for name, item in inventories.items()})
+        return
+    for name, inventory in inventories.items():
+        rows = [
+            [
+                fact.name,
+                f"{fact.out_features}x{fact.in_features}",
+                "-" if fact.rows is None else str(fact.rows),
+                "yes" if fact.zero_rows else "",
+            ]
+            for fact in inventory.linears
+        ]
+        print_table([name, "shape", "rows", "zero rows"], rows)
