@@ -1,0 +1,263 @@
+"""Bake a dense component or pipeline into a pre-quantised folder, tensor by tensor.
+
+Everything is checked before a byte is written. Shard contents belong to ``layout``, threads to
+``stream``, the temporary folder to ``staging``.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from prequant.encode import quantization_config
+from prequant.header import (
+    FORMAT,
+    FORMAT_VERSION,
+    HEADER_FILE,
+    Counts,
+    FileIdentity,
+    Header,
+    ShardIdentity,
+    SourceIdentity,
+)
+from prequant.layout import INDEX_FILE, Mode, ShardLayout, index_json, lay_out
+from prequant.report import BakedComponent, BakeReport
+from prequant.source import PICKLE_SUFFIXES, Source, SourceComponent, open_source
+from prequant.staging import check_out, check_space, staged
+from prequant.stream import WrittenShard, stream_shards
+from quantpolicy.errors import RequestError
+from quantpolicy.inventory.weight_files import CONFIG_FILE
+from quantpolicy.plan import QuantPlan
+from quantpolicy.record import sha256_of
+
+PACKAGES = ("quantpolicy", "torch", "torchao", "diffusers")
+_WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {".safetensors", ".gguf", ".onnx", ".msgpack", ".h5"}
+_COPY_BYTES = 8 << 20
+
+Progress = Callable[[int, int], None]
+
+
+def bake(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    plan: QuantPlan,
+    force: bool = False,
+    component: str | None = None,
+    progress: Progress | None = None,
+) -> BakeReport:
+    """Write ``out`` with every weight that ``plan`` lists quantised, and all else bit for bit.
+
+    Args:
+        source: a dense component folder, or a pipeline folder.
+        out: the folder to make; its parent must exist.
+        force: replace a baked ``out``, once the new one is complete.
+        component: bake only this component of the plan.
+        progress: called with the bytes done and the bytes in all.
+
+    Raises:
+        RequestError: a folder is unusable, or there is nothing to bake.
+        PlanMismatchError: the plan does not fit the source, or a weight is not finite.
+        CorruptCheckpointError: a source file is damaged.
+    """
+    started = time.monotonic()
+    source_path, out_path = Path(source), Path(out)
+    opened = open_source(source_path, plan, component)
+    check_out(source_path, out_path, force=force)
+    layouts = [(part, lay_out(part)) for part in opened.components]
+    copies = list(_pipeline_files(opened)) if opened.is_pipeline else []
+    shard_bytes = sum(shard.file_bytes for _, shards in layouts for shard in shards)
+    copy_bytes = sum(path.stat().st_size for path in copies)
+    check_space(out_path, shard_bytes + copy_bytes)
+    total = sum(shard.source.file_bytes for _, shards in layouts for shard in shards) + copy_bytes
+    tell = _Progress(progress, total)
+    components = {}
+    with staged(out_path) as folder:
+        for part, shards in layouts:
+            target = folder / part.name if opened.is_pipeline else folder
+            target.mkdir(exist_ok=True)
+            baked = _bake_component(part, shards, target, plan, tell.add)
+            final = out_path / part.name if opened.is_pipeline else out_path
+            components[part.name] = baked.model_copy(update={"folder": str(final)})
+        for path in copies:
+            _copy(path, folder / path.relative_to(opened.folder), tell.add)
+        written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    tell.finish()
+    return BakeReport(
+        out=str(out_path),
+        family=plan.family,
+        plan_digest=plan.plan_digest,
+        components=components,
+        written_bytes=written,
+        seconds=time.monotonic() - started,
+        notes=opened.notes,
+    )
+
+
+class _Progress:
+    def __init__(self, callback: Progress | None, total: int) -> None:
+        self._callback, self._total, self._done = callback, total, 0
+
+    def add(self, nbytes: int) -> None:
+        self._done = min(self._done + nbytes, self._total)
+        if self._callback is not None:
+            self._callback(self._done, self._total)
+
+    def finish(self) -> None:
+        self.add(self._total)
+
+
+def _bake_component(
+    part: SourceComponent,
+    shards: tuple[ShardLayout, ...],
+    folder: Path,
+    plan: QuantPlan,
+    progress: Callable[[int], None],
+) -> BakedComponent:
+    written = stream_shards(shards, folder, part.plan.settings, progress)
+    config = {**part.config, "quantization_config": quantization_config(part.plan)}
+    _write(folder / CONFIG_FILE, json.dumps(config, indent=2).encode() + b"\n")
+    if len(shards) > 1:
+        _write(folder / INDEX_FILE, index_json(shards))
+    for path in sorted(part.folder.iterdir()):
+        if _is_companion(path):
+            _copy(path, folder / path.name, progress)
+    header = _header(part, shards, written, plan, config)
+    _write(folder / HEADER_FILE, header.to_bytes())
+    return BakedComponent(
+        name=part.name,
+        folder=str(folder),
+        scheme=part.plan.scheme,
+        weights_digest=header.weights_digest,
+        source_digest=header.source.digest,
+        shards=len(shards),
+        counts=header.counts,
+    )
+
+
+def _header(
+    part: SourceComponent,
+    shards: tuple[ShardLayout, ...],
+    written: list[WrittenShard],
+    plan: QuantPlan,
+    config: dict[str, object],
+) -> Header:
+    files = {
+        shard.source_name: FileIdentity(bytes=shard.source_bytes, sha256=shard.source_sha256)
+        for shard in written
+    }
+    repo, config_digest = part.config.get("_name_or_path"), sha256_of(part.config)
+    return Header.sealed(
+        format=FORMAT,
+        format_version=FORMAT_VERSION,
+        component=part.name,
+        class_name=part.plan.class_name,
+        family=plan.family,
+        scheme=part.plan.scheme,
+        settings=part.plan.settings,
+        dtype=part.plan.dtype,
+        keep_in_fp32=part.plan.keep_in_fp32,
+        host=plan.host,
+        lifted=plan.lifted,
+        weights_digest=part.plan.weights_digest,
+        plan_digest=plan.plan_digest,
+        rules_digest=plan.rules_digest,
+        config_digest=sha256_of(config),
+        plan=plan.to_dict(),
+        source=SourceIdentity(
+            repo=repo if isinstance(repo, str) and _is_repo(repo) else "",
+            class_name=str(part.config.get("_class_name")),
+            config_digest=config_digest,
+            files=files,
+            digest=SourceIdentity.digest_of(config_digest, files),
+        ),
+        shards={
+            done.file_name: ShardIdentity(
+                bytes=done.nbytes,
+                sha256=done.sha256,
+                tensors=sum(len(job.outputs) for job in shard.jobs),
+            )
+            for shard, done in zip(shards, written, strict=True)
+        },
+        counts=_count(part, shards),
+        versions={name: _version(name) for name in PACKAGES},
+    )
+
+
+def _count(part: SourceComponent, shards: tuple[ShardLayout, ...]) -> Counts:
+    jobs = [job for shard in shards for job in shard.jobs]
+    quantised = [job for job in jobs if job.mode is Mode.QUANTISE]
+    return Counts(
+        tensors=len(jobs),
+        quantised_layers=len(quantised),
+        kept_layers=len(part.plan.kept),
+        quantised_bytes=sum(job.outputs[0].nbytes for job in quantised),
+        scale_bytes=sum(output.nbytes for job in quantised for output in job.outputs[1:]),
+        dense_bytes=sum(
+            output.nbytes for job in jobs if job.layer is None for output in job.outputs
+        ),
+        source_bytes=sum(shard.source.file_bytes for shard in shards),
+    )
+
+
+def _is_repo(name: str) -> bool:
+    """Tell whether this reads like a repository id, not a path on somebody's disk."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _is_companion(path: Path) -> bool:
+    """Tell whether a file beside the weights (a licence, a readme) goes along."""
+    return (
+        path.is_file()
+        and path.suffix not in _WEIGHT_SUFFIXES
+        and path.name not in (CONFIG_FILE, HEADER_FILE)
+        and not path.name.endswith(".index.json")
+        and not path.name.startswith(".")
+    )
+
+
+def _pipeline_files(source: Source) -> Iterator[Path]:
+    """Yield the files of a pipeline that are copied as they are."""
+    baked = {part.folder for part in source.components}
+    for path in sorted(source.folder.rglob("*")):
+        if not path.is_file() or any(parent in baked for parent in path.parents):
+            continue
+        if any(name.startswith(".") for name in path.relative_to(source.folder).parts):
+            continue
+        if path.suffix in PICKLE_SUFFIXES:
+            if not any(path.parent.glob("*.safetensors")):
+                raise RequestError(
+                    str(path),
+                    "is a pickle file, which is neither read nor written",
+                    remedy="save this component as safetensors first",
+                )
+            continue
+        yield path
+
+
+def _copy(path: Path, target: Path, progress: Callable[[int], None]) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("rb") as reader, target.open("wb") as writer:
+        shutil.copyfileobj(reader, writer, _COPY_BYTES)
+        writer.flush()
+        os.fsync(writer.fileno())
+    progress(path.stat().st_size)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

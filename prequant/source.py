@@ -1,0 +1,187 @@
+"""The dense folder that is baked: one component, or a pipeline with its components. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantpolicy.errors import RequestError
+from quantpolicy.inventory.headers import ShardHeader, TensorEntry, read_headers
+from quantpolicy.inventory.weight_files import CONFIG_FILE, read_json_file
+from quantpolicy.plan import ComponentPlan, QuantPlan
+from quantpolicy.schemes import ComponentKind, SchemeChoice
+
+PIPELINE_FILE = "model_index.json"
+PICKLE_SUFFIXES = frozenset({".bin", ".ckpt", ".pt", ".pth", ".pkl", ".pickle"})
+
+
+@dataclass(frozen=True, slots=True)
+class SourceComponent:
+    """One dense component on disk.
+
+    Args:
+        name: its name in the plan.
+        folder: where it lies.
+        config: its config.json.
+        headers: of its safetensors files.
+        plan: what is planned for it.
+    """
+
+    name: str
+    folder: Path
+    config: dict[str, object]
+    headers: tuple[ShardHeader, ...]
+    plan: ComponentPlan
+
+    @property
+    def tensors(self) -> dict[str, TensorEntry]:
+        """Every tensor by name."""
+        return {name: entry for header in self.headers for name, entry in header.tensors.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is baked.
+
+    Args:
+        folder: the component folder, or the pipeline folder.
+        is_pipeline: whether ``folder`` is a pipeline.
+        components: those to bake.
+        notes: what a person should know about the rest.
+    """
+
+    folder: Path
+    is_pipeline: bool
+    components: tuple[SourceComponent, ...]
+    notes: tuple[str, ...]
+
+
+def open_source(source: Path, plan: QuantPlan, component: str | None) -> Source:
+    """Find the components of ``source`` that ``plan`` quantises and read their headers.
+
+    Args:
+        component: bake this one only; for a component folder, which of the plan's it is.
+
+    Raises:
+        RequestError: the folder is not a model, or there is nothing in it that can be baked.
+        CorruptCheckpointError: a safetensors file or its index is damaged.
+    """
+    if not source.is_dir():
+        found = "no such folder" if not source.exists() else "a file"
+        raise RequestError(
+            str(source), found, remedy="give a diffusers component folder or pipeline folder"
+        )
+    _refuse_run_time_only(plan, component)
+    if (source / PIPELINE_FILE).is_file():
+        return _open_pipeline(source, plan, component)
+    if not (source / CONFIG_FILE).is_file():
+        raise RequestError(
+            str(source),
+            f"holds neither {CONFIG_FILE} nor {PIPELINE_FILE}",
+            remedy="give a diffusers component folder or pipeline folder",
+        )
+    config = _read_dense_config(source)
+    name = component or _component_of(config, plan, source)
+    opened = _open_component(source, name, config, plan.components[name])
+    return Source(source, False, (opened,), ())
+
+
+def _refuse_run_time_only(plan: QuantPlan, component: str | None) -> None:
+    if component is not None and component not in plan.components:
+        raise RequestError(
+            f"component {component!r}",
+            "not in the plan",
+            allowed="known: " + ", ".join(plan.components),
+            remedy="choose one of these",
+        )
+    asked = {
+        ComponentKind.TEXT_ENCODER: plan.request.text_encoder,
+        ComponentKind.VAE: plan.request.vae,
+    }
+    for name, part in plan.components.items():
+        choice = asked.get(part.kind, SchemeChoice.AUTO)
+        explicit = choice not in (SchemeChoice.AUTO, SchemeChoice.DENSE)
+        if part.kind is not ComponentKind.DENOISER and (name == component or explicit):
+            raise RequestError(
+                f"component {name}",
+                f"is a {part.kind.value}, which is quantised at run time only",
+                allowed="denoisers can be baked",
+                remedy="leave its scheme unset and let apply_plan quantise it when it is loaded",
+            )
+
+
+def _component_of(config: dict[str, object], plan: QuantPlan, source: Path) -> str:
+    """Return the plan's component that this folder is: by its name, else by its class."""
+    class_name = config.get("_class_name")
+    fitting = [name for name, part in plan.components.items() if part.class_name == class_name]
+    denoisers = [name for name in fitting if plan.components[name].kind is ComponentKind.DENOISER]
+    if source.resolve().name in denoisers:
+        return source.resolve().name
+    if denoisers:
+        return denoisers[0]
+    if fitting:
+        raise RequestError(
+            str(source),
+            f"holds the {fitting[0]}, which is quantised at run time only",
+            allowed="denoisers can be baked",
+            remedy="bake the transformer folder or the whole pipeline",
+        )
+    planned = sorted({part.class_name for part in plan.components.values() if part.class_name})
+    raise RequestError(
+        str(source / CONFIG_FILE),
+        f"has class {class_name}, which the plan of {plan.family} does not know",
+        allowed="planned: " + ", ".join(planned),
+        remedy="resolve a plan for this folder",
+    )
+
+
+def _open_pipeline(source: Path, plan: QuantPlan, component: str | None) -> Source:
+    index = read_json_file(source / PIPELINE_FILE)
+    opened, notes = [], []
+    for name, part in plan.components.items():
+        if part.kind is not ComponentKind.DENOISER:
+            if part.layers:
+                notes.append(f"{name}: copied dense; {part.scheme.value} is applied at run time")
+            continue
+        if component not in (None, name) or not part.layers:
+            notes.append(f"{name}: copied dense")
+            continue
+        if name not in index or not (source / name).is_dir():
+            raise RequestError(
+                str(source / name),
+                "planned but not in the pipeline folder",
+                remedy="complete the download, or resolve a plan for this folder",
+            )
+        config = _read_dense_config(source / name)
+        opened.append(_open_component(source / name, name, config, part))
+    if not opened:
+        raise _nothing_to_bake(component or "the plan", source)
+    return Source(source, True, tuple(opened), tuple(notes))
+
+
+def _open_component(
+    folder: Path, name: str, config: dict[str, object], part: ComponentPlan
+) -> SourceComponent:
+    if not part.layers:
+        raise _nothing_to_bake(name, folder)
+    return SourceComponent(name, folder, config, read_headers(folder), part)
+
+
+def _read_dense_config(folder: Path) -> dict[str, object]:
+    config = read_json_file(folder / CONFIG_FILE)
+    if config.get("quantization_config") is not None:
+        raise RequestError(
+            str(folder / CONFIG_FILE),
+            "already carries a quantization_config",
+            allowed="only dense weights can be baked",
+            remedy="give the dense checkpoint that this one was made from",
+        )
+    return config
+
+
+def _nothing_to_bake(what: str, source: Path) -> RequestError:
+    return RequestError(
+        str(source),
+        f"nothing to bake: {what} quantises no layer",
+        remedy="load the dense folder as it is, or ask for a scheme such as --transformer int8",
+    )
