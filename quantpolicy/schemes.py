@@ -133,17 +133,24 @@ def weight_bytes(scheme: Scheme, out_features: int, in_features: int, dtype: str
     Args:
         dtype: the dense dtype of the weight, such as ``bfloat16``.
 
-    Source: the tensor layouts of torchao 0.18: fp32 scale per row for int8 and fp8; one e8m0 byte
-        per 32
-    values for mxfp8; one e4m3 byte per 16 values and one fp32 per tensor for nvfp4.
+    Source: the tensor layouts of torchao 0.18: fp32 scale per row for int8 (with an int8 zero
+        point) and fp8; one e8m0 byte per 32 values for mxfp8; one e4m3 byte per 16 values and one
+        fp32 per tensor for nvfp4. The block scales are stored in tiles of 128 rows by 4.
     """
     numel = out_features * in_features
     if scheme is Scheme.DENSE:
         return numel * DTYPE_BYTES[dtype]
-    if scheme in (Scheme.INT8, Scheme.FP8):
+    if scheme is Scheme.INT8:
+        return numel + 5 * out_features
+    if scheme is Scheme.FP8:
         return numel + 4 * out_features
     if scheme is Scheme.MXFP8:
-        return numel + numel // 32
+        return numel + _tiled(out_features, in_features // 32)
     if scheme is Scheme.NVFP4:
-        return numel // 2 + numel // 16 + 4
+        return numel // 2 + _tiled(out_features, in_features // 16) + 4
     return numel
+
+
+def _tiled(rows: int, columns: int) -> int:
+    """Return the number of block scales after both sides are filled up to whole tiles."""
+    return -(-rows // 128) * 128 * (-(-columns // 4) * 4)
