@@ -159,16 +159,16 @@ def describe_rule(case: Case, rule: Rule) -> str:
 
 def host_refusal(scheme: Scheme, policy: SchemePolicy, host: Host) -> str:
     """Return why the host cannot run a scheme, "" when it can."""
-    if scheme is Scheme.LAYERWISE_FP8:
-        return f"{host.name} has no float8 storage type" if host.backend is Backend.MPS else ""
     if host.backend is Backend.CUDA:
-        if policy.min_sm is None or host.sm < policy.min_sm:
-            needed = "no CUDA device" if policy.min_sm is None else f"sm{policy.min_sm}"
-            return f"{scheme} needs {needed}; {host.name} is {host.arch}"
+        if policy.min_sm is None:
+            return f"{scheme} runs on no CUDA device"
+        if host.sm < policy.min_sm:
+            return f"{scheme} needs sm{policy.min_sm}, and {host.name} is {host.arch}"
     elif host.backend is Backend.ROCM:
         if host.arch not in policy.rocm_archs:
-            needed = ", ".join(policy.rocm_archs) or "no ROCm device"
-            return f"{scheme} needs {needed}; {host.name} is {host.arch}"
+            needed = " or ".join(policy.rocm_archs)
+            needs = f"needs {needed}" if needed else "runs on no ROCm device"
+            return f"{scheme} {needs}, and {host.name} is {host.arch}"
     elif host.backend not in policy.backends:
         return f"{scheme} does not run on {host.backend}"
     if scheme in FP8_COMPUTE and not host.fp8_dtype:
@@ -207,13 +207,13 @@ def _refuse(
     case: Case, name: str, scheme: Scheme, policy: SchemePolicy, verdicts: tuple[Verdict, ...]
 ) -> Refusal | None:
     component = case.target.components[name]
-    if scheme not in OFFERED[component.kind]:
-        detail = f"{scheme} is not offered for a {component.kind.replace('_', ' ')}"
-        return Refusal(Cause.NOT_OFFERED, detail)
     denials = rules_in_force(case.rules_of(name), Effect.DENY, scheme, policy, case.request.lift)
     for rule in denials:
         detail = f"denied by rule {describe_rule(case, rule)}"
         return Refusal(rule.because, detail, rule.id, rule.evidence)
+    if scheme not in OFFERED[component.kind]:
+        detail = f"{scheme} is not offered for {name}"
+        return Refusal(Cause.NOT_OFFERED, detail)
     detail = host_refusal(scheme, policy, case.host)
     if detail:
         return Refusal(Cause.CAPABILITY, detail)

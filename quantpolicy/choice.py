@@ -125,7 +125,7 @@ def _pick(
     if chosen.scheme in demoted:
         notes.append(
             f"{chosen.names}: {chosen.scheme} for memory; expect slower than dense "
-            f"on {case.host.name}"
+            f"({demoted[chosen.scheme].detail})"
         )
     return chosen, tuple(notes)
 

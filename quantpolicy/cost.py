@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from quantpolicy.host import Backend, Host, Rates
 from quantpolicy.layers import GroupedLinears, LinearGroup, Verdict
 from quantpolicy.plan import MemoryItem, MemoryPlan
-from quantpolicy.schemes import DTYPE_BYTES, Execution, Scheme, weight_bytes
+from quantpolicy.schemes import Execution, Scheme, weight_bytes
 from quantpolicy.target import TargetComponent
 
 # Launches that one Linear costs the host. A torchao Linear goes through the dispatch of a tensor
-# subclass, compiled or not; evidence torchao-subclass-overhead counts it.
+# subclass, compiled or not; evidence l.subclass-overhead tells how much.
 LAUNCHES = {
     Execution.TORCHAO: {Scheme.INT8: 7, Scheme.FP8: 15, Scheme.MXFP8: 15, Scheme.NVFP4: 15},
     Execution.FUSED: {Scheme.INT8: 2, Scheme.FP8: 2, Scheme.MXFP8: 2, Scheme.NVFP4: 2},
@@ -120,7 +120,7 @@ def activation_bytes(groups: Iterable[LinearGroup]) -> int:
         ),
         default=0,
     )
-    return widest * DTYPE_BYTES["bfloat16"] * LIVE_COPIES
+    return widest * ACTIVATION_BYTES * LIVE_COPIES
 
 
 def plan_memory(
