@@ -56,7 +56,7 @@ class Execution(StrEnum):
 
 
 class Confidence(StrEnum):
-    """``measured``: evidence for this family and scheme; ``derived``: by the probe or by analogy."""
+    """``measured``: evidence for this family and scheme; ``derived``: by the probe or analogy."""
 
     MEASURED = "measured"
     DERIVED = "derived"
