@@ -62,18 +62,17 @@ def predict_ms(
         return None
     if not {scheme, Scheme.DENSE} <= rates.gemm_tflops.keys():
         return None
-    seconds = 0.0
+    device = launches = 0.0
     for group, verdict in zip(groups, verdicts, strict=True):
         own = Scheme.DENSE if verdict.because is not None else scheme
-        launches = LAUNCHES[execution].get(own, 1)
-        seconds += group.count * _linear_seconds(group, verdict.pad_rows, own, rates, launches)
-    return round(seconds * 1e3, 3)
+        device += group.count * _linear_seconds(group, verdict.pad_rows, own, rates)
+        launches += group.count * LAUNCHES[execution].get(own, 1)
+    # Launches run ahead of the device, so the longer of the two is what a forward takes.
+    return round(max(device * 1e3, launches * rates.launch_us * 1e-3), 3)
 
 
-def _linear_seconds(
-    group: LinearGroup, pad_rows: int, scheme: Scheme, rates: Rates, launches: int
-) -> float:
-    """Return the time of one Linear: of its arithmetic, its bytes or its launches, the longest."""
+def _linear_seconds(group: LinearGroup, pad_rows: int, scheme: Scheme, rates: Rates) -> float:
+    """Return the device time of one Linear: of its arithmetic or its bytes, and of quantising."""
     linear = group.sample
     rows = max(group.rows or 0, pad_rows)
     n, k = linear.out_features, linear.in_features
@@ -83,7 +82,7 @@ def _linear_seconds(
     input_bytes = ACTIVATION_BYTES if scheme is Scheme.DENSE else 1
     traffic = (rows * k * input_bytes + weights + rows * n * ACTIVATION_BYTES) / copy
     quantise = 0.0 if scheme is Scheme.DENSE else rows * k * QUANTISE_BYTES_PER_VALUE / copy
-    return max(max(arithmetic, traffic) + quantise, launches * rates.launch_us * 1e-6)
+    return max(arithmetic, traffic) + quantise
 
 
 def component_bytes(
