@@ -8,17 +8,10 @@ from pathlib import Path
 
 from quantpolicy.errors import RequestError
 from quantpolicy.inventory.weight_files import CONFIG_FILE, read_json_file
-from quantpolicy.schemes import ComponentKind
+from quantpolicy.target_parts import kind_of_name
 
 INDEX_FILE = "model_index.json"
 MODULAR_INDEX_FILE = "modular_model_index.json"
-KIND_OF_PREFIX = {
-    "transformer": ComponentKind.DENOISER,
-    "unet": ComponentKind.DENOISER,
-    "text_encoder": ComponentKind.TEXT_ENCODER,
-    "vae": ComponentKind.VAE,
-}
-KIND_ORDER = (ComponentKind.DENOISER, ComponentKind.TEXT_ENCODER, ComponentKind.VAE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +29,6 @@ class PipelineIndex:
     classes: dict[str, str]
     settings: dict[str, object]
     repo: str = ""
-
-
-def kind_of_name(name: str) -> ComponentKind | None:
-    """Return what kind of component a pipeline calls by this name, None for one that is ignored."""
-    for prefix, kind in KIND_OF_PREFIX.items():
-        if name == prefix or name.removeprefix(f"{prefix}_").isdigit():
-            return kind
-    return None
 
 
 def check_path(path: Path) -> None:

@@ -11,7 +11,8 @@ from quantpolicy.errors import RequestError
 from quantpolicy.family_match import Clues, FamilyMatch, find_family
 from quantpolicy.inventory.live import class_name_of, dominant_dtype, inventory_from_module, unwrap
 from quantpolicy.model_folder import PipelineIndex, repo_of
-from quantpolicy.recognise import (
+from quantpolicy.target import Target, TargetComponent
+from quantpolicy.target_parts import (
     component_name,
     in_order,
     is_planned,
@@ -19,7 +20,6 @@ from quantpolicy.recognise import (
     shipped_for,
     spec_for,
 )
-from quantpolicy.target import Target, TargetComponent
 
 if TYPE_CHECKING:
     from quantpolicy.rules import RuleTable
@@ -98,10 +98,7 @@ def _component(
 ) -> TargetComponent:
     class_name = class_name_of(module)
     spec = spec_for(match, name, class_name, rules)
-    inventory = inventory_from_module(module)
-    shipped = shipped_for(match, spec, rules)
-    if shipped:
-        inventory = inventory.with_rows_of(shipped[0])
+    inventory = inventory_from_module(module).with_rows_of(*shipped_for(match, spec, rules))
     own = getattr(unwrap(module), "_keep_in_fp32_modules", None) or ()
     return TargetComponent(
         kind=spec.kind,

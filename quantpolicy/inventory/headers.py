@@ -130,7 +130,7 @@ def inventory_from_headers(
         other_bytes=other_bytes,
         source="headers",
     )
-    return inventory.with_rows_of(shipped[0]) if shipped else inventory
+    return inventory.with_rows_of(*shipped)
 
 
 def _facts(module: str, entry: TensorEntry, dtype: str, has_bias: bool) -> LinearFacts:

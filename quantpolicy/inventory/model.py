@@ -60,12 +60,19 @@ class Inventory(Record):
         """Bytes of the whole component when nothing is quantised."""
         return sum(linear.dense_bytes for linear in self.linears) + self.other_bytes
 
-    def with_rows_of(self, reference: Inventory) -> Inventory:
-        """Return this inventory with the rows and zero rows of another, matched by name.
+    def with_rows_of(self, *references: Inventory) -> Inventory:
+        """Return this inventory with the rows and zero rows of others, matched by name.
 
-        A name that the reference lacks takes the values of its block pattern: the fewest rows, and
-        zero rows when any Linear of the pattern has them. Linears without a match stay as they are.
+        The first reference that knows a Linear counts. A name that it lacks takes the values of its
+        block pattern: the fewest rows, and zero rows when any Linear of the pattern has them.
+        Linears without a match stay as they are.
         """
+        inventory = self
+        for reference in reversed(references):
+            inventory = inventory._with_rows(reference)
+        return inventory
+
+    def _with_rows(self, reference: Inventory) -> Inventory:
         exact = {fact.name: (fact.rows, fact.zero_rows) for fact in reference.linears}
         patterns: dict[str, tuple[int | None, bool]] = {}
         for fact in reference.linears:
