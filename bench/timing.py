@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import itertools
 import json
 import statistics
 import subprocess
@@ -57,12 +58,16 @@ def _revision() -> str:
 
 
 def _driver() -> str:
-    done = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ) if torch.cuda.is_available() else None
+    done = (
+        subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if torch.cuda.is_available()
+        else None
+    )
     return done.stdout.strip() if done else "none"
 
 
@@ -89,7 +94,7 @@ def gpu_ms(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:
         marks[index + 1].record()
     torch.cuda.synchronize()
     return statistics.median(
-        before.elapsed_time(after) for before, after in zip(marks, marks[1:], strict=False)
+        before.elapsed_time(after) for before, after in itertools.pairwise(marks)
     )
 
 

@@ -22,7 +22,11 @@ _DECLINES: Counter[tuple[str, str]] = Counter()
 
 
 def define_op(
-    schema: str, *, cpu: Callable[..., object], cuda: Callable[..., object], fake: Callable[..., object]
+    schema: str,
+    *,
+    cpu: Callable[..., object],
+    cuda: Callable[..., object],
+    fake: Callable[..., object],
 ) -> Callable[..., object]:
     """Define one op and return its overload.
 

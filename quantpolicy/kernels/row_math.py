@@ -1,4 +1,4 @@
-"""Triton functions that turn the values of a row into codes and a scale, bit for bit as torchao does.
+"""Triton functions that turn the values of a row into codes and a scale, as torchao does.
 
 Shared by the row quantisers and by every producer that ends in a row quantisation. A scale is
 rounded to the dtype of the activation, as torchao's eager chain computes it there.
@@ -33,7 +33,7 @@ def fp8_scale(amax, floor, DTYPE: tl.constexpr):
     """Return the scale of an e4m3 row whose magnitudes reach ``amax``."""
     unrounded = larger(amax, floor) * INVERSE_E4M3_MAX
     scale = unrounded.to(DTYPE).to(tl.float32)
-    if DTYPE == tl.float16:
+    if tl.float16 == DTYPE:
         scale = tl.where(unrounded < FP16_TINY, unrounded, scale)
     return scale
 
@@ -42,16 +42,16 @@ def fp8_scale(amax, floor, DTYPE: tl.constexpr):
 def fp8_codes(x, scale, EXACT_DIVISION: tl.constexpr):
     """Return x / scale, correctly rounded, as e4m3.
 
-    One reciprocal a row and a Newton step an element give the rounded quotient for bf16 and fp16
-    values over a scale of their own precision that is far from underflow.
+    One reciprocal a row and a Newton step an element give the rounded quotient, signed zeros
+    included, for bf16 and fp16 values over a scale that is far from underflow.
     """
     if EXACT_DIVISION:
         quotient = tl.div_rn(x, scale)
     else:
         inverse = tl.div_rn(1.0, scale)
-        minus = tl.where(scale == float("inf"), 0.0, -scale)
+        finite = tl.where(scale == float("inf"), 0.0, scale)
         estimate = x * inverse
-        quotient = tl.fma(tl.fma(estimate, minus, x), inverse, estimate)
+        quotient = tl.fma(tl.fma(estimate, finite, -x), -inverse, estimate)
     return quotient.to(tl.float8e4nv)
 
 

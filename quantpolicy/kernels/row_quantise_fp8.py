@@ -3,9 +3,9 @@
     scale[r] = max(amax |x[r, :]|, floor) / 448        rounded to the dtype of x
     q[r, k]  = e4m3(x[r, k] / scale[r])
 
-Bytes and scales equal torchao's ``Float8Tensor`` activation quantisation (PerRow, hp_value_lb=floor).
-One stated difference: an fp16 row whose scale fp16 cannot hold keeps it in fp32, where torchao divides
-by zero or by a subnormal.
+Bytes and scales equal torchao's ``Float8Tensor`` activation quantisation (PerRow, the floor as
+hp_value_lb). One stated difference: an fp16 row whose scale fp16 cannot hold keeps it in fp32,
+where torchao divides by zero or by a subnormal.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def split_columns(columns: int) -> tuple[int, int]:
 
 
 def row_warps(columns: int) -> int:
-    """Return the warps of a program that holds one row in registers."""
-    return min(16, max(1, (1 << (columns - 1).bit_length()) // 1024))
+    """Return the warps of a program that holds one row in registers, about 100 values a thread."""
+    return max(2 if columns > 2048 else 1, (1 << (columns - 1).bit_length()) // 4096)
 
 
 if HAS_TRITON:
@@ -166,12 +166,12 @@ def launch_row_quantise_fp8(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
         rounded_floor(floor, x.dtype),
     )
     if rows.columns > REGISTER_COLUMNS:
-        _row_quantise_fp8_long_kernel[(rows.count,)](
+        _row_quantise_fp8_long_kernel[(rows.total,)](
             *arguments, rows.columns, 8192, exact, num_warps=8
         )
         return q, scale
     first, rest = split_columns(rows.columns)
-    _row_quantise_fp8_kernel[(rows.count,)](
+    _row_quantise_fp8_kernel[(rows.total,)](
         *arguments, rows.columns, first, rest, exact, num_warps=row_warps(rows.columns)
     )
     return q, scale

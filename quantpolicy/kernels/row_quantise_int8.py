@@ -122,12 +122,12 @@ def launch_row_quantise_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     rows = as_rows(x)
     arguments = (rows.data, q, scale, rows.inner, rows.outer_stride, rows.inner_stride)
     if rows.columns > REGISTER_COLUMNS:
-        _row_quantise_int8_long_kernel[(rows.count,)](
+        _row_quantise_int8_long_kernel[(rows.total,)](
             *arguments, rows.columns, 8192, num_warps=8, enable_fp_fusion=False
         )
         return q, scale
     first, rest = split_columns(rows.columns)
-    _row_quantise_int8_kernel[(rows.count,)](
+    _row_quantise_int8_kernel[(rows.total,)](
         *arguments,
         rows.columns,
         first,

@@ -13,14 +13,16 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """Rows of K contiguous values: row r starts at (r // inner) * outer_stride + (r % inner) * inner_stride.
+    """Rows of contiguous values, in two levels of strides.
+
+    Row r starts at (r // inner) * outer_stride + (r % inner) * inner_stride.
 
     Args:
         data: the tensor that holds the values; a copy only when no such view exists.
     """
 
     data: Tensor
-    count: int
+    total: int
     inner: int
     outer_stride: int
     inner_stride: int

@@ -20,7 +20,13 @@ TMA_ALIGNMENT_BYTES = 16
 
 
 class Tiles(NamedTuple):
-    """Block shape and launch of one GEMM kernel."""
+    """Block shape and launch of one GEMM kernel.
+
+    Args:
+        halves: parts in which a tile is stored; two leave room for another stage.
+        flatten: whether the loads of the next tile start before this one is stored.
+        per_processor: programs that one multiprocessor holds at a time.
+    """
 
     m: int
     n: int
@@ -30,6 +36,7 @@ class Tiles(NamedTuple):
     group_m: int = 8
     halves: int = 1
     flatten: bool = False
+    per_processor: int = 1
 
 
 if HAS_TRITON:
@@ -217,7 +224,7 @@ def _launch_tma(
     tiles: Tiles,
 ) -> None:
     (m, k), n = x.shape, weight.shape[0]
-    programs = min(processors(x.device), -(-m // tiles.m) * -(-n // tiles.n))
+    programs = min(processors(x.device) * tiles.per_processor, -(-m // tiles.m) * -(-n // tiles.n))
     _scaled_gemm_tma_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [tiles.m, tiles.k]),
         TensorDescriptor.from_tensor(weight, [tiles.n, tiles.k]),

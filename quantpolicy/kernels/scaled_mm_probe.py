@@ -1,4 +1,4 @@
-"""What the installed row-wise fp8 GEMM accepts, found by calling it, once per signature and process.
+"""What the installed row-wise fp8 GEMM accepts, found by calling it once per signature.
 
 Vendor libraries reject some shapes (few rows, large K and a bias, for one) and say so only when
 called. The first call of a signature tries the routes in order; the answer is kept. Inside CUDA
@@ -39,14 +39,10 @@ class Signature(NamedTuple):
 _ROUTES: dict[Signature, Route] = {}
 
 
-def signature_of(
-    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Signature:
+def signature_of(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Signature:
     """Return the signature of one GEMM, [M, K] by [N, K] in an output dtype."""
     rows = min(x.shape[0], MANY_ROWS)
-    return Signature(
-        str(x.device), rows, weight.shape[0], x.shape[1], bias is not None, dtype
-    )
+    return Signature(str(x.device), rows, weight.shape[0], x.shape[1], bias is not None, dtype)
 
 
 def routes() -> dict[Signature, Route]:
