@@ -1,0 +1,209 @@
+"""A Linear over quantised weights held as plain tensors, for eager, torch.compile and CUDA graphs.
+
+It takes the tensors of a torchao weight without copying them and gives the same weight back, so
+checkpoints keep torchao's layout. Which modules are exchanged is decided by a plan, not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantpolicy.errors import KernelMountError
+from quantpolicy.kernels.fp8_linear import fp8_linear
+from quantpolicy.kernels.int8_linear import int8_linear
+from quantpolicy.schemes import Scheme
+
+_EXTRA = "extra_"
+
+
+class FusedLinear(nn.Linear):
+    """A quantised Linear that calls one op: rows quantised at run time, scales in the epilogue.
+
+    Buffers ``qdata`` [N, K] and ``scale`` [N, 1] fp32 share memory with the torchao weight that the
+    module was made from; ``weight`` wraps them again. Inference only.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+
+    def __init__(self, weight: Any, bias: nn.Parameter | None, *, name: str = "") -> None:
+        """Take over one torchao weight.
+
+        Args:
+            weight: a ``Float8Tensor`` or ``Int8Tensor`` with one scale a row and dynamic,
+                symmetric, row-wise activation quantisation.
+            name: the module's name in the model, for messages.
+
+        Raises:
+            KernelMountError: if the weight is quantised in another way.
+        """
+        nn.Module.__init__(self)
+        self.name = name
+        self.scheme = _scheme_of(weight, name)
+        self.floor = _floor_of(weight) if self.scheme is Scheme.FP8 else 0.0
+        self.out_features, self.in_features = weight.shape
+        self._weight_class = type(weight)
+        names, self._weight_attributes = weight.__tensor_flatten__()
+        self._extra_names = tuple(item for item in names if item not in ("qdata", "scale"))
+        self.register_buffer("qdata", weight.qdata.contiguous(), persistent=False)
+        self.register_buffer("scale", weight.scale.contiguous(), persistent=False)
+        for item in self._extra_names:
+            self.register_buffer(_EXTRA + item, getattr(weight, item), persistent=False)
+        self.register_parameter("bias", bias)
+        self.training = False
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, name: str = "") -> FusedLinear:
+        """Return the fused form of a Linear whose weight torchao has quantised."""
+        fused = cls(linear.weight, linear.bias, name=name)
+        return fused.train(linear.training)
+
+    def to_linear(self) -> nn.Linear:
+        """Return an ordinary Linear over the torchao weight; tensors are shared."""
+        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(self.weight, requires_grad=False)
+        linear.bias = self.bias
+        return linear.train(self.training)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The torchao weight over this module's tensors."""
+        tensors = {"qdata": self.qdata, "scale": self.scale}
+        tensors.update({item: getattr(self, _EXTRA + item) for item in self._extra_names})
+        wrapped: Tensor = self._weight_class.__tensor_unflatten__(
+            tensors, self._weight_attributes, self.qdata.shape, self.qdata.stride()
+        )
+        return wrapped
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x @ weight.T + bias`` over the quantised weight, in the dtype of ``x``."""
+        if x.requires_grad and torch.is_grad_enabled():
+            raise KernelMountError(
+                self.name or "FusedLinear",
+                "a gradient is wanted through a quantised Linear",
+                allowed="fused execution serves inference only",
+                remedy="run under torch.no_grad(), or plan with execution='torchao'",
+            )
+        if self.scheme is Scheme.FP8:
+            return fp8_linear(x, self.qdata, self.scale, self.bias, self.floor)
+        return int8_linear(x, self.qdata, self.scale, self.bias)
+
+    def extra_repr(self) -> str:
+        """Return the sizes and the scheme."""
+        return f"{self.in_features}, {self.out_features}, scheme={self.scheme.value}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedLinear:
+        for dtype in (self.qdata.dtype, torch.float32, torch.bfloat16):
+            changed = fn(torch.empty(0, dtype=dtype, device=self.qdata.device)).dtype
+            if changed is not dtype:
+                raise KernelMountError(
+                    self.name or "FusedLinear",
+                    f"a cast to {str(changed).removeprefix('torch.')} of quantised tensors",
+                    allowed="a quantised module can change its device only",
+                    remedy="cast the model before it is quantised",
+                )
+        super()._apply(fn, recurse)
+        return self
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        destination[prefix + "weight"] = self.weight
+        if self.bias is not None:
+            destination[prefix + "bias"] = self.bias if keep_vars else self.bias.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        state_dict = dict(state_dict)
+        weight = state_dict.pop(prefix + "weight", None)
+        super()._load_from_state_dict(
+            state_dict,
+            prefix,
+            local_metadata,
+            strict,
+            missing_keys,
+            unexpected_keys,
+            error_msgs,
+        )
+        if weight is None:
+            missing_keys.append(prefix + "weight")
+        elif type(weight) is not self._weight_class or weight.shape != self.qdata.shape:
+            error_msgs.append(
+                f"{prefix}weight: found {type(weight).__name__} {tuple(weight.shape)}; allowed is"
+                f" {self._weight_class.__name__} {tuple(self.qdata.shape)}; load a checkpoint baked"
+                " from the same plan."
+            )
+        else:
+            for item in ("qdata", "scale", *self._extra_names):
+                own = getattr(self, item if item in ("qdata", "scale") else _EXTRA + item)
+                own.copy_(getattr(weight, item))
+
+
+def _scheme_of(weight: Tensor, name: str) -> Scheme:
+    """Return the scheme of a torchao weight that this module can take."""
+    kind = type(weight).__name__
+    found = ""
+    if kind == "Float8Tensor":
+        found = _why_not_fp8(weight)
+    elif kind == "Int8Tensor":
+        found = _why_not_int8(weight)
+    else:
+        found = f"the weight is a {kind}"
+    if found:
+        raise KernelMountError(
+            name or "FusedLinear",
+            found,
+            allowed="Float8Tensor and Int8Tensor with row-wise dynamic activations are",
+            remedy="use execution='torchao' for this module",
+        )
+    return Scheme.FP8 if kind == "Float8Tensor" else Scheme.INT8
+
+
+def _is_per_row(weight: Any) -> bool:
+    """Return whether a weight has one scale a row of its [N, K] data."""
+    return weight.dim() == 2 and list(weight.block_size) == [1, weight.shape[1]]
+
+
+def _why_not_fp8(weight: Any) -> str:
+    activation = weight.act_quant_kwargs
+    if weight.qdata.dtype is not torch.float8_e4m3fn:
+        return f"the data is {weight.qdata.dtype}"
+    if activation is None:
+        return "activations are not quantised"
+    if not _is_per_row(weight) or type(activation.granularity).__name__ != "PerRow":
+        return "scales are not per row"
+    if activation.float8_dtype is not torch.float8_e4m3fn or activation.hp_value_ub is not None:
+        return "activations have another dtype or an upper bound"
+    if weight.mm_config is None or not weight.mm_config.use_fast_accum:
+        return "fast accumulation is off"
+    return ""
+
+
+def _why_not_int8(weight: Any) -> str:
+    activation = weight.act_quant_kwargs
+    if activation is None:
+        return "activations are not quantised"
+    if not _is_per_row(weight) or type(activation.granularity).__name__ != "PerRow":
+        return "scales are not per row"
+    if activation.mapping_type.name != "SYMMETRIC" or activation.reduce_range:
+        return "activations are not quantised symmetrically to the full range"
+    if weight.act_pre_scale is not None or weight.act_quant_scale is not None:
+        return "activations have a static scale"
+    return ""
+
+
+def _floor_of(weight: Any) -> float:
+    """Return the activation floor that the weight carries, 0 for none."""
+    return float(weight.act_quant_kwargs.hp_value_lb or 0.0)
