@@ -232,7 +232,7 @@ def _uncovered(table: RuleTable, item: Released) -> Iterator[LintFinding]:
 
 
 def _unjustified(table: RuleTable, rule: Rule, released: list[Released]) -> Iterator[LintFinding]:
-    """Find Linears that a rule covers although the probe sees no cause, unless its note says why."""
+    """Find Linears that a rule covers without a cause that the probe sees, or a note."""
     if (
         rule.effect not in _MODULE_EFFECTS
         or rule.because not in (Cause.SMALL_M, Cause.ZERO_ROWS)

@@ -10,16 +10,25 @@ key, name the field in the ``override`` list beside it::
     min_features: 256
     evidence:
       mine.2026: {kind: measured, source: my own run, date: 2026-12-01}
+    groups:
+      wan:
+        - id: wan.deny.nvfp4
+          override: true
+          schemes: [nvfp4]
+          effect: deny
+          because: outliers
+          evidence: [mine.2026]
     families:
       wan2.2-ti2v-5b:
         override: [note]
         note: fp8 keeps the patch embedding too
         rules:
-          - id: wan.deny.nvfp4
-            override: true
-            schemes: [nvfp4]
-            effect: deny
+          - id: wan2.2-ti2v-5b.fp8.patch-embedding
+            schemes: [fp8]
+            effect: exclude
             because: outliers
+            tokens: [proj_out]
+            expect: 1
             evidence: [mine.2026]
 """
 
@@ -135,7 +144,7 @@ class _Merger:
     ) -> dict[str, object]:
         """Return the merged values of the fields that the overlay gives and no one else merges."""
         own = set(given.model_fields_set) & set(type(base).model_fields)
-        own -= set(_OverlayFile.model_fields) | {"families"}
+        own -= {"rules", "groups", "generic", "evidence", "families"} if not path else {"rules"}
         for name in override:
             if name not in own:
                 self.fail((*path, "override"), f"{name!r} is not given here", *_remedy(name, own))

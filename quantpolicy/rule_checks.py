@@ -120,6 +120,16 @@ def _check_family(file: RuleFile, family: str, spec: FamilySpec) -> Iterator[Pro
     path: YamlPath = ("families", family)
     if family == GENERIC:
         yield Problem(path, "the name generic is taken", "", "rename the family")
+    yield from _check_family_names(file, spec, path)
+    for token in spec.short_streams:
+        yield from _check_token((*path, "short_streams", token), token)
+    for name, component in spec.components.items():
+        yield from _check_dtypes((*path, "components", name, "dtype"), (component.dtype,))
+        for token in component.keep_in_fp32:
+            yield from _check_token((*path, "components", name, "keep_in_fp32"), token)
+
+
+def _check_family_names(file: RuleFile, spec: FamilySpec, path: YamlPath) -> Iterator[Problem]:
     for group in spec.groups:
         if group not in file.groups:
             yield Problem(
@@ -133,10 +143,10 @@ def _check_family(file: RuleFile, family: str, spec: FamilySpec) -> Iterator[Pro
                     f"unknown evidence {name!r}",
                     *suggest(name, file.evidence),
                 )
-    for name, component in spec.components.items():
-        yield from _check_dtypes((*path, "components", name, "dtype"), (component.dtype,))
-        for token in component.keep_in_fp32:
-            yield from _check_token((*path, "components", name, "keep_in_fp32"), token)
+    if spec.tiny and spec.tiny not in file.tiny:
+        yield Problem(
+            (*path, "tiny"), f"unknown tiny model {spec.tiny!r}", *suggest(spec.tiny, file.tiny)
+        )
 
 
 def _check_token(path: YamlPath, token: str) -> Iterator[Problem]:
@@ -181,11 +191,12 @@ def _check_module_rule(rule: Rule, path: YamlPath) -> Iterator[Problem]:
         if rule.tokens.count(token) > 1:
             yield Problem(("tokens",), f"token {token!r} is given twice", "", "keep one")
             break
-    if path[0] == GENERIC and rule.expect is not None:
+    is_counted = path[0] in ("groups", "families")
+    if not is_counted and rule.expect is not None:
         yield Problem(
-            ("expect",), "generic rules have no released config to count on", "", "remove expect"
+            ("expect",), "common and generic rules have no one count", "", "remove expect"
         )
-    if path[0] not in (GENERIC, "rules") and rule.expect is None:
+    if is_counted and rule.expect is None:
         yield Problem(
             ("expect",),
             "the expected number of matches is missing",

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from quantpolicy.errors import RuleTableError
 from quantpolicy.record import Record
 from quantpolicy.schemes import RULE_CAUSES, Cause
-from quantpolicy.yaml_source import Plain, YamlPath, YamlSource
+from quantpolicy.yaml_source import Plain, YamlPath, YamlSource, describe_place
 
 _Model = TypeVar("_Model", bound=Record)
 _Annotation: TypeAlias = object
@@ -62,7 +62,7 @@ def raise_all(errors: Iterable[RuleTableError]) -> None:
 
 def suggest(name: str, known: Iterable[str]) -> tuple[str, str]:
     """Return what is known, and a remedy that names the nearest of it."""
-    names = sorted(known)
+    names = sorted(str(item) for item in known)
     near = difflib.get_close_matches(name, names, n=1)
     remedy = f"did you mean {near[0]!r}" if near else "use one of them"
     return "known: " + ", ".join(names), remedy
@@ -71,18 +71,25 @@ def suggest(name: str, known: Iterable[str]) -> tuple[str, str]:
 def _explain(
     model: type[Record], source: YamlSource, details: Sequence[ErrorDetails]
 ) -> list[RuleTableError]:
-    errors: dict[YamlPath, RuleTableError] = {}
-    for detail in details:
-        path = _yaml_path(source.values, detail["loc"])
+    """Return one error a path, the deepest ones of a union or list only, missing keys last."""
+    located = [(_yaml_path(source.values, detail["loc"]), detail) for detail in details]
+    parents = {path[:depth] for path, _ in located for depth in range(len(path))}
+    errors: dict[tuple[object, ...], tuple[bool, int, RuleTableError]] = {}
+    for path, detail in located:
+        is_missing = detail["type"] == "missing"
+        if path in parents and not is_missing:
+            continue
         found, allowed, remedy = _sentence(model, path, detail)
-        place = path[:-1] if _is_list_item(path, detail["input"]) else path
-        if detail["type"] == "extra_forbidden":
-            place = path[:-1]
-        where = f"{source.name}:{source.line(path)} {source.where(place).partition(' ')[2]}"
-        errors.setdefault(
-            path, RuleTableError(where.strip(), found, allowed=allowed, remedy=remedy)
+        is_key = detail["type"] == "extra_forbidden"
+        place = path[:-1] if is_key or _is_list_item(path, detail["input"]) else path
+        line = source.line(path)
+        error = RuleTableError(
+            describe_place(source.name, line, place), found, allowed=allowed, remedy=remedy
         )
-    return sorted(errors.values(), key=lambda error: int(error.where.split(" ")[0].split(":")[-1]))
+        key = (path, detail["loc"]) if is_missing else path
+        errors.setdefault(key, (is_missing, line, error))
+    ordered = sorted(errors.values(), key=lambda item: item[:2])
+    return [error for _, _, error in ordered]
 
 
 def _is_list_item(path: YamlPath, value: object) -> bool:

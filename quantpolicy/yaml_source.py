@@ -161,11 +161,11 @@ def _syntax_error(error: yaml.YAMLError, text: str, builder: _Builder) -> RuleTa
     lines = text.split("\n")
     indent = lines[line] if line < len(lines) else ""
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "not YAML"
-    has_tab = "\t" in indent[: len(indent) - len(indent.lstrip())]
+    has_tab = "\t" in indent[: len(indent) - len(indent.lstrip())] or "'\\t'" in problem
     return RuleTableError(
         describe_place(builder.name, line + 1, builder.path()),
-        "a tab indents this line" if has_tab else f"not YAML: {problem}",
-        remedy="indent with spaces" if has_tab else "correct the syntax, or quote the value",
+        "a tab stands where only spaces may" if has_tab else f"not YAML: {problem}",
+        remedy="replace it by spaces" if has_tab else "correct the syntax, or quote the value",
     )
 
 
@@ -199,9 +199,10 @@ class _Builder:
     def path(self) -> YamlPath:
         """Return the path of the value that comes next."""
         parts: list[str | int] = []
-        for frame in self.stack:
+        for depth, frame in enumerate(self.stack, start=1):
             if isinstance(frame.values, list):
-                parts.append(len(frame.values))
+                is_open = depth < len(self.stack)
+                parts.append(len(frame.values) - is_open)
             elif frame.key is not None:
                 parts.append(frame.key)
         return tuple(parts)
