@@ -135,7 +135,8 @@ def weight_bytes(scheme: Scheme, out_features: int, in_features: int, dtype: str
 
     Source: the tensor layouts of torchao 0.18: fp32 scale per row for int8 (with an int8 zero
         point) and fp8; one e8m0 byte per 32 values for mxfp8; one e4m3 byte per 16 values and one
-        fp32 per tensor for nvfp4. The block scales are stored in tiles of 128 rows by 4.
+        fp32 per tensor for nvfp4; one fp32 for layerwise fp8. Block scales fill tiles of 128
+        rows by 4.
     """
     numel = out_features * in_features
     if scheme is Scheme.DENSE:
@@ -148,7 +149,7 @@ def weight_bytes(scheme: Scheme, out_features: int, in_features: int, dtype: str
         return numel + _tiled(out_features, in_features // 32)
     if scheme is Scheme.NVFP4:
         return numel // 2 + _tiled(out_features, in_features // 16) + 4
-    return numel
+    return numel + 4
 
 
 def _tiled(rows: int, columns: int) -> int:

@@ -11,7 +11,7 @@ from quantpolicy.errors import Mismatch, PlanMismatchError
 from quantpolicy.plan import ComponentPlan, Decision, PlannedLayer, QuantPlan
 from quantpolicy.runtime.check import component_mismatches, refuse_quantised
 from quantpolicy.runtime.count import count_component, count_mismatches
-from quantpolicy.runtime.linear import guard_linear, release_linear, store_layerwise
+from quantpolicy.runtime.linear import guard_linear, release_linear
 from quantpolicy.runtime.locate import linear_modules, linears_by_weight, select_components
 from quantpolicy.runtime.mount import check_mounts
 from quantpolicy.runtime.report import ApplyReport
@@ -86,19 +86,13 @@ def _quantise_component(root: nn.Module, plan: ComponentPlan, undo: ExitStack) -
         stored = _quantise(dense, layer, plan)
         for module in sharing[id(dense)]:
             undo.callback(_restore, module, dense)
-            if layer.scheme is Scheme.LAYERWISE_FP8:
-                store_layerwise(module, dense.dtype)
-            else:
-                guard_linear(module, layer.pad_rows)
+            guard_linear(module, layer.pad_rows)
             module.weight = stored
 
 
 def _quantise(dense: torch.Tensor, layer: PlannedLayer, plan: ComponentPlan) -> nn.Parameter:
     try:
-        if layer.scheme is Scheme.LAYERWISE_FP8:
-            stored = _cast_fp8(dense, plan)
-        else:
-            stored = quantise_weight(dense, layer.scheme, plan.settings)
+        stored = quantise_weight(dense, layer.scheme, plan.settings)
     except PlanMismatchError as error:
         mismatches = [
             Mismatch(item.code, f"{layer.name}.weight", item.expected, item.found)
@@ -106,20 +100,6 @@ def _quantise(dense: torch.Tensor, layer: PlannedLayer, plan: ComponentPlan) -> 
         ]
         raise PlanMismatchError(layer.name, mismatches, remedy=error.remedy) from error
     return nn.Parameter(stored, requires_grad=False)
-
-
-def _cast_fp8(dense: torch.Tensor, plan: ComponentPlan) -> torch.Tensor:
-    dtype = getattr(torch, plan.settings.weight_dtype or "float8_e4m3fn")
-    assert isinstance(dtype, torch.dtype), plan.settings.weight_dtype
-    stored = dense.detach().to(dtype)
-    if not bool(stored.float().isfinite().all()):
-        largest = torch.finfo(dtype).max
-        raise PlanMismatchError(
-            "weight",
-            (Mismatch("weight_not_finite", "weight", f"values within {largest:g}", "larger ones"),),
-            remedy="keep this component dense",
-        )
-    return stored
 
 
 def _restore(module: nn.Linear, dense: nn.Parameter) -> None:

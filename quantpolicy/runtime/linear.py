@@ -1,6 +1,6 @@
-"""The Linears that run quantised weights: empty inputs, few rows, and devices without the GEMM.
+"""The Linear that runs a quantised weight: empty inputs, few rows, and devices without the GEMM.
 
-Both are subclasses that take over an existing Linear by changing its class. The module object, its
+It is a subclass that takes over an existing Linear by changing its class. The module object, its
 name, its parameters and its hooks stay, so every reference to it, ``state_dict``, ``deepcopy``,
 ``isinstance(module, nn.Linear)``, PEFT and ``torch.compile(fullgraph=True)`` see what they saw
 before, and giving the class back undoes it. A wrapper module would rename the parameters, a hook
@@ -63,24 +63,6 @@ class QuantisedLinear(nn.Linear):
         )
 
 
-class LayerwiseLinear(nn.Linear):
-    """A Linear whose weight is stored in fp8 and cast back for each multiplication.
-
-    Args:
-        compute_dtype: dtype the weight had, and is multiplied in.
-    """
-
-    compute_dtype: torch.dtype = torch.bfloat16
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return ``input @ weight.T + bias``; ``input``: [..., in_features]."""
-        return F.linear(input, self.weight.to(self.compute_dtype), self.bias)
-
-    def extra_repr(self) -> str:
-        """Describe the shape and the two dtypes."""
-        return f"{super().extra_repr()}, weight={self.weight.dtype}, compute={self.compute_dtype}"
-
-
 def guard_linear(module: nn.Linear, pad_rows: int = 0) -> QuantisedLinear:
     """Turn a plain Linear that holds a quantised weight into a ``QuantisedLinear``, in place."""
     assert type(module) is nn.Linear, type(module)
@@ -90,19 +72,9 @@ def guard_linear(module: nn.Linear, pad_rows: int = 0) -> QuantisedLinear:
     return module
 
 
-def store_layerwise(module: nn.Linear, compute_dtype: torch.dtype) -> LayerwiseLinear:
-    """Turn a plain Linear that holds an fp8 weight into a ``LayerwiseLinear``, in place."""
-    assert type(module) is nn.Linear, type(module)
-    module.__class__ = LayerwiseLinear
-    assert isinstance(module, LayerwiseLinear)
-    module.compute_dtype = compute_dtype
-    return module
-
-
 def release_linear(module: nn.Linear) -> None:
     """Make the module a plain Linear again; the weight it holds is the caller's business."""
-    for name in ("pad_rows", "compute_dtype"):
-        module.__dict__.pop(name, None)
+    module.__dict__.pop("pad_rows", None)
     module.__class__ = nn.Linear
 
 

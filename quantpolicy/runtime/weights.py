@@ -2,6 +2,8 @@
 
 The tensors are those that torchao's ``quantize_`` makes of ``torchao_config``, attribute for
 attribute, but are built through the tensor classes: no device is asserted and no compiler flag set.
+Layerwise fp8 has no such config; its tensor is torchao's too, so that the weight keeps its dtype in
+the eyes of the model (T5 casts its activations to a weight's dtype).
 
 What the stored parts hold (bf16 weight W [N, K]; every step rounds to the dtype named):
 
@@ -13,6 +15,7 @@ What the stored parts hold (bf16 weight W [N, K]; every step rounds to the dtype
     mxfp8  one e8m0 scale per 32 values, rounded up; swizzled in tiles of 128 rows by 4 scales
     nvfp4  per_tensor_scale f32 = f32(max(amax, floor)) / 2688; one e4m3 scale per 16 values,
            swizzled likewise; two e2m1 values a byte
+    layerwise_fp8    qdata = e4m3(W), with one scale of 1: a storage format, multiplied as W's dtype
 
 The floor differs from ``quantize_`` only for a row (nvfp4: a tensor) whose absolute maximum is
 below it. There ``quantize_`` divides by a scale of zero and stores NaN; here zeros stay zeros.
@@ -62,7 +65,6 @@ _BFLOAT16_ONLY = frozenset({Scheme.FP8, Scheme.MXFP8, Scheme.NVFP4})
 _IN_FEATURES_MULTIPLE = {Scheme.MXFP8: MX_BLOCK, Scheme.NVFP4: NVFP4_BLOCK}
 _TENSOR_SCHEMES = {
     Int8Tensor: Scheme.INT8,
-    Float8Tensor: Scheme.FP8,
     MXTensor: Scheme.MXFP8,
     NVFP4Tensor: Scheme.NVFP4,
 }
@@ -76,7 +78,7 @@ def quantise_weight(weight: torch.Tensor, scheme: Scheme, settings: SchemeSettin
 
     Raises:
         PlanMismatchError: the weight's dtype or shape does not suit the scheme, or a value in it
-            is not finite.
+            is not finite (layerwise fp8: or beyond the range of fp8).
     """
     _check_weight(weight, scheme)
     dense = weight.detach().contiguous()
@@ -113,6 +115,8 @@ def torchao_config(scheme: Scheme, settings: SchemeSettings) -> object:
 
 def scheme_of(tensor: torch.Tensor) -> Scheme | None:
     """Return the scheme a weight is stored in; None for one that no scheme here stores."""
+    if isinstance(tensor, Float8Tensor):
+        return Scheme.LAYERWISE_FP8 if tensor.act_quant_kwargs is None else Scheme.FP8
     for tensor_class, scheme in _TENSOR_SCHEMES.items():
         if isinstance(tensor, tensor_class):
             return scheme
@@ -201,11 +205,22 @@ def _quantise_nvfp4(weight: torch.Tensor, settings: SchemeSettings) -> torch.Ten
     return tensor
 
 
+def _cast_fp8(weight: torch.Tensor, settings: SchemeSettings) -> torch.Tensor:
+    tensor: torch.Tensor = Float8Tensor(
+        weight.to(_fp8_dtype(settings)),
+        torch.ones(1, 1, device=weight.device),
+        block_size=list(weight.shape),
+        dtype=weight.dtype,
+    )
+    return tensor
+
+
 _QUANTISERS: dict[Scheme, Callable[[torch.Tensor, SchemeSettings], torch.Tensor]] = {
     Scheme.INT8: _quantise_int8,
     Scheme.FP8: _quantise_fp8,
     Scheme.MXFP8: _quantise_mxfp8,
     Scheme.NVFP4: _quantise_nvfp4,
+    Scheme.LAYERWISE_FP8: _cast_fp8,
 }
 
 
@@ -252,16 +267,19 @@ def _check_weight(weight: torch.Tensor, scheme: Scheme) -> None:
 
 
 def _check_finite(dense: torch.Tensor, quantised: torch.Tensor, scheme: Scheme) -> None:
-    # An e8m0 scale saturates at infinity instead of showing it, so mxfp8 is judged by its input.
-    if scheme is Scheme.MXFP8:
+    # Only a scale that is a float shows what was not finite; the others saturate without a word.
+    if scheme in (Scheme.MXFP8, Scheme.LAYERWISE_FP8):
         judges = [dense.abs().amax()]
     else:
         judges = [part for name, part in tensor_parts(quantised).items() if name != "qdata"]
-    if not all(bool(judge.float().isfinite().all()) for judge in judges):
+    limit = torch.finfo(torch.float32).max
+    if scheme is Scheme.LAYERWISE_FP8:
+        limit = torch.finfo(tensor_parts(quantised)["qdata"].dtype).max
+    if not all(bool((judge.float() <= limit).all()) for judge in judges):
         raise _refuse(
             scheme,
             "weight_not_finite",
-            "finite values",
-            "NaN or infinity",
-            "repair or re-download the dense checkpoint",
+            f"finite values within {limit:g}",
+            "others",
+            "repair or re-download the dense checkpoint, or keep this Linear dense",
         )

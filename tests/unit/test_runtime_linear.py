@@ -7,21 +7,24 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from quantpolicy.runtime.linear import (
-    LayerwiseLinear,
     QuantisedLinear,
     guard_linear,
     release_linear,
-    store_layerwise,
 )
 from quantpolicy.runtime.weights import quantise_weight
 from quantpolicy.schemes import Scheme
 
-SCHEMES = (Scheme.INT8, Scheme.FP8, Scheme.MXFP8, Scheme.NVFP4)
-ERROR = {Scheme.INT8: 0.01, Scheme.FP8: 0.045, Scheme.MXFP8: 0.045, Scheme.NVFP4: 0.16}
+SCHEMES = (Scheme.INT8, Scheme.FP8, Scheme.MXFP8, Scheme.NVFP4, Scheme.LAYERWISE_FP8)
+ERROR = {
+    Scheme.INT8: 0.01,
+    Scheme.FP8: 0.045,
+    Scheme.MXFP8: 0.045,
+    Scheme.NVFP4: 0.16,
+    Scheme.LAYERWISE_FP8: 0.035,
+}
 OUT, IN = 96, 64
 
 
@@ -174,18 +177,3 @@ def test_repr_names_storage_and_padding(settings):
         f"QuantisedLinear(in_features={IN}, out_features={OUT}, bias=True, "
         "weight=Int8Tensor, pad_rows=17)"
     )
-
-
-def test_layerwise_multiplies_the_stored_values():
-    linear = dense_linear()
-    stored = linear.weight.data.to(torch.float8_e4m3fn)
-    linear.weight = nn.Parameter(stored, requires_grad=False)
-    store_layerwise(linear, torch.bfloat16)
-    rows = random_rows(5, IN)
-    assert type(linear) is LayerwiseLinear
-    assert torch.equal(linear(rows), F.linear(rows, stored.bfloat16(), linear.bias))
-    assert linear(random_rows(0, IN)).shape == (0, OUT)
-    assert "weight=torch.float8_e4m3fn, compute=torch.bfloat16" in repr(linear)
-    release_linear(linear)
-    assert type(linear) is nn.Linear
-    assert "compute_dtype" not in vars(linear)

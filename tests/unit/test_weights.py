@@ -167,7 +167,7 @@ def test_outlier_row_leaves_the_other_rows(scheme, settings):
 def test_refuses_values_that_are_not_finite(scheme, value, settings):
     weight = random_weight(32, 64)
     weight[3, 4] = value
-    with pytest.raises(PlanMismatchError, match="expected finite values") as caught:
+    with pytest.raises(PlanMismatchError, match="expected finite values within") as caught:
         quantise_weight(weight, scheme, settings[scheme])
     assert [item.code for item in caught.value.mismatches] == ["weight_not_finite"]
 
@@ -196,11 +196,32 @@ def test_refuses_a_quantised_weight(scheme, settings):
 
 
 @pytest.mark.parametrize("scheme", [Scheme.DENSE, Scheme.LAYERWISE_FP8])
-def test_has_no_tensor_for_schemes_without_gemm(scheme, settings):
-    with pytest.raises(ValueError, match="stores no quantised weight"):
-        quantise_weight(random_weight(32, 64), scheme, settings[scheme])
+def test_has_no_config_for_schemes_without_gemm(scheme, settings):
     with pytest.raises(ValueError, match="has no torchao config"):
         torchao_config(scheme, settings[scheme])
+
+
+def test_has_no_quantised_weight_for_dense(settings):
+    with pytest.raises(ValueError, match="stores no quantised weight"):
+        quantise_weight(random_weight(32, 64), Scheme.DENSE, settings[Scheme.DENSE])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layerwise_fp8_is_a_cast(dtype, settings):
+    weight = random_weight(32, 64).to(dtype)
+    quantised = quantise_weight(weight, Scheme.LAYERWISE_FP8, settings[Scheme.LAYERWISE_FP8])
+    assert quantised.dtype is dtype
+    assert torch.equal(quantised.dequantize(), weight.to(torch.float8_e4m3fn).to(dtype))
+    rows = random_weight(5, 64, seed=1).to(dtype)
+    assert torch.equal(F.linear(rows, quantised), F.linear(rows, quantised.dequantize()))
+
+
+@pytest.mark.parametrize("value", [500.0, float("nan"), float("inf")])
+def test_layerwise_fp8_refuses_what_it_cannot_hold(value, settings):
+    weight = random_weight(32, 64)
+    weight[3, 4] = value
+    with pytest.raises(PlanMismatchError, match="weight_not_finite"):
+        quantise_weight(weight, Scheme.LAYERWISE_FP8, settings[Scheme.LAYERWISE_FP8])
 
 
 @pytest.mark.parametrize(
@@ -210,6 +231,7 @@ def test_has_no_tensor_for_schemes_without_gemm(scheme, settings):
         (Scheme.FP8, (256 * 64, 256 * 4)),
         (Scheme.MXFP8, (256 * 64, 256 * 4)),
         (Scheme.NVFP4, (256 * 32, 256 * 4 + 4)),
+        (Scheme.LAYERWISE_FP8, (256 * 64, 4)),
     ],
 )
 def test_stored_bytes(scheme, expected, settings):
@@ -220,7 +242,7 @@ def test_stored_bytes(scheme, expected, settings):
 
 
 @pytest.mark.parametrize("shape", [(256, 64), (272, 1056), (16, 32), (3072, 128)])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES, Scheme.LAYERWISE_FP8])
 def test_predicted_bytes_are_the_stored_ones(scheme, shape, settings):
     quantised = quantise_weight(random_weight(*shape), scheme, settings[scheme])
     assert weight_bytes(scheme, *shape, "bfloat16") == sum(stored_bytes(quantised))
