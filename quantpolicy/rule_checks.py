@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
 from quantpolicy.errors import RuleTableError
@@ -19,6 +19,7 @@ _SEGMENT = re.compile(r"[A-Za-z0-9_*?-]+")
 _MODULE_EFFECTS = (Effect.EXCLUDE, Effect.PAD_ROWS)
 
 Where: TypeAlias = Callable[[YamlPath], str]
+RuleWhere: TypeAlias = Callable[[str, YamlPath], str]
 
 
 class Problem(NamedTuple):
@@ -51,21 +52,18 @@ def family_rules(file: RuleFile, family: str) -> tuple[Rule, ...]:
     return file.rules + grouped + spec.rules
 
 
-def check_table(
-    file: RuleFile, rule_where: Mapping[str, str], where: Where
-) -> Iterator[RuleTableError]:
+def check_table(file: RuleFile, rule_where: RuleWhere, where: Where) -> Iterator[RuleTableError]:
     """Yield every error of a whole, merged table.
 
     Args:
-        rule_where: place of each rule by id, ids being unique already.
+        rule_where: gives the place of a field of a rule, ids being unique already.
         where: gives the place of any other path of the table.
     """
     for problem in _check_sections(file):
         yield _error(where(problem.path), problem)
     for path, rule in iterate_rules(file):
         for problem in (*_check_rule(rule, path), *_check_references(file, rule)):
-            suffix = "".join(f".{part}" for part in problem.path)
-            yield _error(f"{rule_where[rule.id]}{suffix}", problem)
+            yield _error(rule_where(rule.id, problem.path), problem)
     if all(group in file.groups for spec in file.families.values() for group in spec.groups):
         yield from _check_expected_families(file, rule_where)
 
@@ -221,9 +219,7 @@ def _check_references(file: RuleFile, rule: Rule) -> Iterator[Problem]:
             )
 
 
-def _check_expected_families(
-    file: RuleFile, rule_where: Mapping[str, str]
-) -> Iterator[RuleTableError]:
+def _check_expected_families(file: RuleFile, rule_where: RuleWhere) -> Iterator[RuleTableError]:
     users: dict[str, set[str]] = {}
     for family in file.families:
         for rule in family_rules(file, family):
@@ -232,7 +228,7 @@ def _check_expected_families(
         named = set(rule.expect) if isinstance(rule.expect, dict) else set()
         for family in sorted(named & set(file.families) - users.get(rule.id, set())):
             yield RuleTableError(
-                f"{rule_where[rule.id]}.expect",
+                rule_where(rule.id, ("expect",)),
                 f"the rule does not apply to family {family!r}",
                 remedy="remove it, or add the rule's group to the family",
             )

@@ -170,7 +170,10 @@ def build_table(base: YamlSource, overlays: Iterable[YamlSource]) -> RuleTable:
         holder = next((item for item in reversed(sources) if item.has(path)), base)
         return holder.where(path)
 
-    rule_where = {name: source.where(path) for name, (source, path) in places.items()}
+    def rule_where(rule_id: str, field: YamlPath) -> str:
+        source, path = places[rule_id]
+        return source.where((*path, *field))
+
     raise_all(check_table(file, rule_where, where))
     return RuleTable(file, places, sources)
 
