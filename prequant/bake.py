@@ -6,6 +6,7 @@ Everything is checked before a byte is written. Shard contents belong to ``layou
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -180,6 +181,7 @@ def _header(
             done.file_name: ShardIdentity(
                 bytes=done.nbytes,
                 sha256=done.sha256,
+                header_sha256=hashlib.sha256(shard.prefix).hexdigest(),
                 tensors=sum(len(job.outputs) for job in shard.jobs),
             )
             for shard, done in zip(shards, written, strict=True)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torchao.core.config import config_to_dict
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
-from torchao.quantization import FqnToConfig
 
+from prequant.forms import quantization_config_form
 from quantpolicy.plan import ComponentPlan, SchemeSettings
 from quantpolicy.runtime.weights import quantise_weight, torchao_config
 from quantpolicy.schemes import Scheme
@@ -95,32 +94,9 @@ def encode_weight(
 
 
 def quantization_config(plan: ComponentPlan) -> dict[str, object]:
-    """Return the ``quantization_config`` of config.json, as diffusers reads it.
-
-    One config with the kept modules named where the plan has a single scheme; one config per module
-    otherwise, and where a kept name would also hit a quantised module, since diffusers looks for
-    ``name.`` anywhere in a parameter's name.
-    """
-    schemes = {layer.scheme for layer in plan.layers}
-    kept = sorted(layer.name for layer in plan.kept)
-    planned = sorted(plan.layers, key=lambda layer: layer.name)
-    if len(schemes) == 1 and not _any_hits(kept, [layer.name for layer in planned]):
-        config = torchao_config(schemes.pop(), plan.settings)
-        return _config_entry(config_to_dict(config), kept)
-    configs = {scheme: torchao_config(scheme, plan.settings) for scheme in schemes}
-    by_name = OrderedDict((layer.name, configs[layer.scheme]) for layer in planned)
-    return _config_entry(config_to_dict(FqnToConfig(fqn_to_config=by_name)), [])
-
-
-def _config_entry(quant_type: dict[str, object], kept: list[str]) -> dict[str, object]:
-    return {
-        "quant_method": "torchao",
-        "quant_type": {"default": quant_type},
-        "modules_to_not_convert": kept,
+    """Return the ``quantization_config`` of config.json, its torchao configs made by torchao."""
+    quant_types = {
+        scheme: config_to_dict(torchao_config(scheme, plan.settings))
+        for scheme in {layer.scheme for layer in plan.layers}
     }
-
-
-def _any_hits(kept: list[str], planned: list[str]) -> bool:
-    """Tell whether a kept name, as diffusers looks for it, is found in a quantised weight's."""
-    haystack = "\n".join(f"{name}.weight" for name in planned)
-    return any(f"{name}." in haystack for name in kept)
+    return quantization_config_form(plan, quant_types)

@@ -59,11 +59,13 @@ class ShardIdentity(Record):
     """One baked shard.
 
     Args:
+        header_sha256: of the safetensors header alone, checked without reading the values.
         tensors: entries in its safetensors header.
     """
 
     bytes: int
     sha256: str
+    header_sha256: str
     tensors: int
 
 

@@ -410,7 +410,8 @@ def _piece_bytes(job: Job) -> int:
 
 
 def _view(buffer: torch.Tensor, nbytes: int) -> memoryview:
-    return memoryview(buffer.numpy())[:nbytes]
+    values: memoryview = buffer.numpy().data
+    return values[:nbytes]
 
 
 def _fill(file: BinaryIO, buffer: torch.Tensor, nbytes: int, path: Path) -> None:

@@ -1,0 +1,185 @@
+"""Validate a baked component or pipeline: damaged, outdated, or what today's rules would bake.
+
+Torch-free and from headers alone, unless asked for hashes and values. Every finding is collected
+before one error is raised; damage wins over staleness.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prequant.baked import BakedFiles, read_baked_files
+from prequant.damage import file_faults, header_faults, read_plan, weight_faults
+from prequant.header import HEADER_FILE, Header, find_components, parse_header
+from prequant.report import ValidatedComponent, ValidateReport
+from prequant.scan import value_faults
+from prequant.staleness import (
+    family_mismatches,
+    form_mismatches,
+    plan_today,
+    version_mismatches,
+    weights_mismatches,
+)
+from quantpolicy.errors import (
+    CorruptCheckpointError,
+    Mismatch,
+    RequestError,
+    StaleCheckpointError,
+)
+from quantpolicy.plan import QuantPlan
+
+if TYPE_CHECKING:
+    from quantpolicy.rules import RuleTable
+
+CHECKS = ("header", "files", "weights", "forms", "rules")
+
+
+@dataclass(slots=True)
+class Findings:
+    """What is wrong with one component."""
+
+    name: str
+    folder: Path
+    corrupt: list[Mismatch] = field(default_factory=list)
+    stale: list[Mismatch] = field(default_factory=list)
+    header: Header | None = None
+
+
+def validate(
+    folder: str | os.PathLike[str],
+    *,
+    plan: QuantPlan | None = None,
+    full: bool = False,
+    rules: RuleTable | None = None,
+) -> ValidateReport:
+    """Check a baked component folder, or every baked component of a pipeline folder.
+
+    Args:
+        plan: hold the weights against this plan; against what ``rules`` resolve for the header's
+            host and request when None.
+        full: also check the hash of every shard and scan the quantised values.
+        rules: the shipped table when None.
+
+    Raises:
+        RequestError: there is no such folder.
+        CorruptCheckpointError: damaged, or not baked at all; ``mismatches`` holds every finding.
+        StaleCheckpointError: in order, but not what would be baked today.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        found = "a file" if path.exists() else "no such folder"
+        raise RequestError(str(path), found, remedy="give a folder that `prequant bake` wrote")
+    components = find_components(path)
+    if not components:
+        fault = Mismatch("header_missing", HEADER_FILE, "a header", "no such file")
+        raise CorruptCheckpointError(
+            str(path), (fault,), remedy="give a folder that `prequant bake` wrote"
+        )
+    findings = [
+        check_component(child, plan=plan, full=full, rules=rules) for child in components.values()
+    ]
+    raise_findings(path, findings)
+    checked = (*CHECKS, "hashes", "values") if full else CHECKS
+    return ValidateReport(
+        folder=str(path),
+        full=full,
+        against="the given plan" if plan is not None else "today's rules",
+        components={item.name: _validated(item, checked) for item in findings},
+    )
+
+
+def check_component(
+    folder: Path, *, plan: QuantPlan | None, full: bool, rules: RuleTable | None
+) -> Findings:
+    """Return everything that is wrong with one baked component."""
+    findings = Findings(folder.name, folder)
+    header = parse_header(folder, findings.corrupt)
+    files = read_baked_files(folder, findings.corrupt)
+    if header is None:
+        return findings
+    findings.header, findings.name = header, header.component
+    findings.corrupt += header_faults(header)
+    findings.corrupt += file_faults(files, header)
+    findings.stale += version_mismatches(header)
+    baked = read_plan(header, findings.corrupt)
+    if full:
+        findings.corrupt += value_faults(files, header)
+    if baked is None or not files.headers:
+        return findings
+    part = baked.components[header.component]
+    findings.corrupt += weight_faults(files, part)
+    findings.stale += form_mismatches(files, part)
+    findings.stale += _policy_mismatches(header, baked, files, plan, rules)
+    return findings
+
+
+def raise_findings(path: Path, findings: list[Findings]) -> None:
+    """Raise one error over the findings of all components, if there are any."""
+    prefix = len(findings) > 1
+    corrupt = [_named(item, fault, prefix) for item in findings for fault in item.corrupt]
+    stale = [_named(item, fault, prefix) for item in findings for fault in item.stale]
+    if corrupt:
+        raise CorruptCheckpointError(
+            str(path), [*corrupt, *stale], remedy="copy the folder again, or bake it again"
+        )
+    if stale:
+        raise StaleCheckpointError(
+            str(path), stale, remedy="bake it again, or load it with on_stale='requantise'"
+        )
+
+
+def _named(item: Findings, fault: Mismatch, prefix: bool) -> Mismatch:
+    if not prefix:
+        return fault
+    return Mismatch(fault.code, f"{item.name}: {fault.subject}", fault.expected, fault.found)
+
+
+def _policy_mismatches(
+    header: Header,
+    baked: QuantPlan,
+    files: BakedFiles,
+    plan: QuantPlan | None,
+    rules: RuleTable | None,
+) -> list[Mismatch]:
+    part = baked.components[header.component]
+    if plan is None:
+        from quantpolicy.rules import load_rules
+
+        rules = load_rules() if rules is None else rules
+        mismatches = list(family_mismatches(header, rules))
+        if mismatches:
+            return mismatches
+        today, mismatches = plan_today(header, baked, files, rules)
+        if today is None:
+            return mismatches
+        return list(weights_mismatches(today.components[header.component], header, part))
+    expected = plan.components.get(header.component)
+    if expected is None:
+        known = ", ".join(plan.components)
+        return [Mismatch("component", header.component, f"one of {known}", "not in the plan")]
+    mismatches = []
+    if plan.family != header.family:
+        mismatches.append(Mismatch("family", "family", plan.family, header.family))
+    if expected.class_name != header.class_name:
+        found = header.class_name
+        mismatches.append(Mismatch("class_name", header.component, expected.class_name, found))
+    return [*mismatches, *weights_mismatches(expected, header, part)]
+
+
+def _validated(item: Findings, checked: tuple[str, ...]) -> ValidatedComponent:
+    header = item.header
+    assert header is not None, "a component without a header has findings"
+    return ValidatedComponent(
+        name=header.component,
+        folder=str(item.folder),
+        family=header.family,
+        scheme=header.scheme,
+        weights_digest=header.weights_digest,
+        plan_digest=header.plan_digest,
+        source_digest=header.source.digest,
+        counts=header.counts,
+        checked=checked,
+    )
