@@ -105,6 +105,7 @@ class SchemePolicy(Record):
         rocm_archs: ROCm architectures that run it.
         backends: back ends other than CUDA and ROCm that run it.
         dtypes: weight dtypes it can be made from.
+        evidence: ids of the evidence records behind these requirements.
     """
 
     granularity: str
@@ -114,6 +115,7 @@ class SchemePolicy(Record):
     backends: tuple[Backend, ...] = ()
     dtypes: tuple[str, ...]
     activation_floor: float = 0.0
+    evidence: tuple[str, ...] = ()
 
 
 class Ladder(Record):
