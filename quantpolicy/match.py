@@ -17,6 +17,7 @@ WRAPPER_SEGMENTS = frozenset(
     {"_orig_mod", "base_layer", "base_model", "_checkpoint_wrapped_module"}
 )
 ADAPTER_PATTERN = "lora_*"
+OUTPUT_HEAD = "lm_head"
 
 
 def normalise_name(name: str) -> str:
@@ -27,6 +28,11 @@ def normalise_name(name: str) -> str:
 def is_adapter(name: str) -> bool:
     """Tell whether the module belongs to a LoRA adapter, which is never quantised."""
     return any(fnmatchcase(part, ADAPTER_PATTERN) for part in name.split("."))
+
+
+def is_output_head(name: str) -> bool:
+    """Tell whether the module maps to a vocabulary: often tied to the embedding, never planned."""
+    return name.rpartition(".")[2] == OUTPUT_HEAD
 
 
 @lru_cache(maxsize=4096)

@@ -20,6 +20,7 @@ from quantpolicy.match import (
     block_pattern,
     first_matching_token,
     is_adapter,
+    is_output_head,
     natural_key,
     normalise_name,
 )
@@ -49,19 +50,21 @@ NOT_LINEAR = (
     "shared",
     "wte",
     "wpe",
-    "lm_head",
     "relative_attention_bias",
 )
 
 
-def is_linear_name(name: str, known: Collection[str] = ()) -> bool:
-    """Tell by its module's name whether a 2-D weight is a Linear's.
+def is_linear_name(name: str, known: Collection[str] = (), *, has_bias: bool = False) -> bool:
+    """Tell by its module's name whether a 2-D weight is a Linear's to plan.
 
     Args:
         known: block patterns of the Linears of the released models of the class.
+        has_bias: whether the module has a bias, which no embedding has.
     """
+    if is_output_head(name):
+        return False
     last = name.rpartition(".")[2]
-    return block_pattern(name) in known or first_matching_token(last, NOT_LINEAR) is None
+    return has_bias or block_pattern(name) in known or not first_matching_token(last, NOT_LINEAR)
 
 
 def inventory_from_folder(
@@ -119,8 +122,12 @@ def inventory_from_headers(
             continue
         loaded = _loaded_dtype(name, entry, dtype, keep_in_fp32)
         module, _, leaf = name.rpartition(".")
-        if leaf == "weight" and len(entry.shape) == 2 and is_linear_name(module, known):
-            has_bias = key.removesuffix("weight") + "bias" in tensors
+        has_bias = f"{key.rpartition('.')[0]}.bias" in tensors
+        if (
+            leaf == "weight"
+            and len(entry.shape) == 2
+            and is_linear_name(module, known, has_bias=has_bias)
+        ):
             linears.append(_facts(module, entry, loaded, has_bias))
         else:
             other_bytes += _loaded_bytes(entry, loaded)

@@ -11,7 +11,7 @@ from torch import nn
 
 from quantpolicy.errors import RequestError
 from quantpolicy.inventory.model import Inventory, LinearFacts
-from quantpolicy.match import first_matching_token, is_adapter, normalise_name
+from quantpolicy.match import first_matching_token, is_adapter, is_output_head, normalise_name
 
 PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 WRAPPERS = ("_orig_mod", "base_model", "_checkpoint_wrapped_module")
@@ -21,7 +21,8 @@ def inventory_from_module(module: nn.Module) -> Inventory:
     """Return the inventory of a module as it is.
 
     Wrappers of torch.compile and PEFT are looked through, adapters are left out, and a module or
-    tensor that is reached by several names counts once, under the first.
+    tensor that is reached by several names counts once, under the first. An output head counts
+    among the other bytes.
 
     Raises:
         RequestError: a weight is quantised already.
@@ -46,7 +47,7 @@ def inventory_from_module(module: nn.Module) -> Inventory:
 
 
 def named_linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the Linears with their normalised names, each once, adapters left out.
+    """Yield the Linears with their normalised names, each once; no adapters, no output heads.
 
     Raises:
         RequestError: a weight is quantised already.
@@ -54,7 +55,7 @@ def named_linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         _check_dense(name, tensor)
     for name, part in module.named_modules():
-        if isinstance(part, nn.Linear) and not is_adapter(name):
+        if isinstance(part, nn.Linear) and not is_adapter(name) and not is_output_head(name):
             yield module_name(module, name), part
 
 
@@ -66,7 +67,7 @@ def name_map(module: nn.Module) -> dict[str, str]:
     return {
         module_name(module, name): name
         for name, part in module.named_modules()
-        if isinstance(part, nn.Linear) and not is_adapter(name)
+        if isinstance(part, nn.Linear) and not is_adapter(name) and not is_output_head(name)
     }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from quantpolicy.errors import Mismatch, RequestError
-from quantpolicy.match import is_adapter, normalise_name
+from quantpolicy.match import is_adapter, is_output_head, normalise_name
 from quantpolicy.plan import ComponentPlan, QuantPlan
 from quantpolicy.schemes import ComponentKind, Scheme
 
@@ -78,15 +78,16 @@ def find_root(model: nn.Module, class_name: str) -> nn.Module | None:
 
 
 def linear_modules(root: nn.Module) -> tuple[dict[str, nn.Linear], list[Mismatch]]:
-    """Return the Linears by normalised name, adapters left out, and any name that two share.
+    """Return the Linears by normalised name, and any name that two share.
 
+    Adapters and output heads are left out, as in every inventory.
     Of several Linears over one weight the first stands for all; see ``linears_by_weight``.
     """
     linears: dict[str, nn.Linear] = {}
     weights: set[int] = set()
     mismatches = []
     for raw_name, module in root.named_modules():
-        if not isinstance(module, nn.Linear) or is_adapter(raw_name):
+        if not isinstance(module, nn.Linear) or is_adapter(raw_name) or is_output_head(raw_name):
             continue
         if id(module.weight) in weights:
             continue
