@@ -99,8 +99,8 @@ def _choose_auto(case: Case, contenders: list[Contender]) -> dict[str, Outcome]:
     for entry in contenders:
         if entry.scheme not in rejected:
             rejected[entry.scheme] = _why_not(case, entry, chosen, demoted)
-    is_for_memory = chosen.scheme in demoted or not chosen.memory.fits
-    taken = Reason(Cause.MEMORY if is_for_memory else Cause.FIRST_ACCEPTED, "; ".join(notes))
+    because = Cause.MEMORY if chosen.scheme in demoted else Cause.FIRST_ACCEPTED
+    taken = Reason(because, "; ".join(notes))
     return write_outcomes(contenders, chosen, taken, rejected, notes)
 
 
