@@ -23,29 +23,55 @@ _EXTRA = "extra_"
 class FusedLinear(nn.Linear):
     """A quantised Linear that calls one op: rows quantised at run time, scales in the epilogue.
 
-    Buffers ``qdata`` [N, K] and ``scale`` [N, 1] fp32 share memory with the torchao weight that the
-    module was made from; ``weight`` wraps them again. Inference only.
+    ``adopt`` turns an existing Linear into one in place, ``release`` turns it back; the object, its
+    hooks and its bias stay. Buffers ``qdata`` [N, K] and ``scale`` [N, 1] fp32 share memory with
+    the torchao weight, which ``weight`` wraps again. Inference only.
     """
 
+    name: str
+    scheme: Scheme
+    floor: float
     qdata: Tensor
     scale: Tensor
+    _former: type[nn.Linear]
 
-    def __init__(self, weight: Any, bias: nn.Parameter | None, *, name: str = "") -> None:
-        """Take over one torchao weight.
+    @classmethod
+    def adopt(cls, linear: nn.Linear, *, name: str = "") -> FusedLinear:
+        """Turn a Linear whose weight torchao has quantised into a fused one, in place.
 
         Args:
-            weight: a ``Float8Tensor`` or ``Int8Tensor`` with one scale a row and dynamic,
-                symmetric, row-wise activation quantisation.
+            linear: its weight is a ``Float8Tensor`` or ``Int8Tensor`` with one scale a row and
+                dynamic, symmetric, row-wise activation quantisation.
             name: the module's name in the model, for messages.
 
         Raises:
-            KernelMountError: if the weight is quantised in another way.
+            KernelMountError: if the weight is quantised in another way; nothing is changed.
         """
-        nn.Module.__init__(self)
-        self.name = name
-        self.scheme = _scheme_of(weight, name)
-        self.floor = _floor_of(weight) if self.scheme is Scheme.FP8 else 0.0
-        self.out_features, self.in_features = weight.shape
+        weight: Any = linear.weight
+        scheme = _scheme_of(weight, name)
+        former = type(linear)
+        del linear.weight
+        linear.__class__ = cls
+        assert isinstance(linear, cls)
+        linear.name, linear.scheme, linear._former = name, scheme, former
+        linear.floor = _floor_of(weight) if scheme is Scheme.FP8 else 0.0
+        linear._hold(weight)
+        return linear
+
+    def release(self) -> nn.Linear:
+        """Turn this module back into what it was before, in place."""
+        weight = self.weight
+        for item in ("qdata", "scale", *(_EXTRA + extra for extra in self._extra_names)):
+            delattr(self, item)
+        linear: nn.Linear = self
+        linear.__class__ = self._former
+        bias = linear._parameters.pop("bias")
+        linear.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+        linear.register_parameter("bias", bias)
+        return linear
+
+    def _hold(self, weight: Any) -> None:
+        """Register the tensors of a torchao weight as buffers and keep what wraps them again."""
         self._weight_class = type(weight)
         names, self._weight_attributes = weight.__tensor_flatten__()
         self._extra_names = tuple(item for item in names if item not in ("qdata", "scale"))
@@ -53,21 +79,6 @@ class FusedLinear(nn.Linear):
         self.register_buffer("scale", weight.scale.contiguous(), persistent=False)
         for item in self._extra_names:
             self.register_buffer(_EXTRA + item, getattr(weight, item), persistent=False)
-        self.register_parameter("bias", bias)
-        self.training = False
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear, *, name: str = "") -> FusedLinear:
-        """Return the fused form of a Linear whose weight torchao has quantised."""
-        fused = cls(linear.weight, linear.bias, name=name)
-        return fused.train(linear.training)
-
-    def to_linear(self) -> nn.Linear:
-        """Return an ordinary Linear over the torchao weight; tensors are shared."""
-        linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
-        linear.weight = nn.Parameter(self.weight, requires_grad=False)
-        linear.bias = self.bias
-        return linear.train(self.training)
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
