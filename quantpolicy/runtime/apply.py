@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from quantpolicy.errors import Mismatch, PlanMismatchError
-from quantpolicy.plan import ComponentPlan, Decision, PlannedLayer, QuantPlan
+from quantpolicy.plan import CompilePlan, ComponentPlan, Decision, PlannedLayer, QuantPlan
 from quantpolicy.runtime.check import component_mismatches, refuse_quantised
 from quantpolicy.runtime.count import count_component, count_mismatches
 from quantpolicy.runtime.linear import guard_linear, release_linear
@@ -71,9 +71,9 @@ def apply_plan(
         for name, root in roots.items():
             _quantise_component(root, parts[name], undo)
         report = _report(plan, roots, parts, decisions, compiling)
+        for root in compiling.values():
+            _compile_blocks(root, plan.compile, undo)
         undo.pop_all()
-    for root in compiling.values():
-        _compile_blocks(root, max_autotune=plan.compile.max_autotune)
     return report
 
 
@@ -195,14 +195,21 @@ def _compile_mismatches(compiling: dict[str, nn.Module]) -> list[Mismatch]:
     return [
         Mismatch("compile_unsupported", name, "repeated blocks", type(root).__name__)
         for name, root in compiling.items()
-        if not {type(module).__name__ for module in root.modules()}
-        & set(getattr(root, "_repeated_blocks", None) or ())
+        if not _repeated_blocks(root)
     ]
 
 
-def _compile_blocks(root: nn.Module, *, max_autotune: bool) -> None:
-    mode = "max-autotune-no-cudagraphs" if max_autotune else "default"
+def _compile_blocks(root: nn.Module, plan: CompilePlan, undo: ExitStack) -> None:
+    for block in _repeated_blocks(root):
+        undo.callback(setattr, block, "_compiled_call_impl", block._compiled_call_impl)
+    mode = "max-autotune-no-cudagraphs" if plan.max_autotune else "default"
     root.compile_repeated_blocks(mode=mode)  # type: ignore[operator]
+
+
+def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
+    """Return the modules that diffusers compiles one by one, as the model's class names them."""
+    names = getattr(root, "_repeated_blocks", None) or ()
+    return [module for module in root.modules() if type(module).__name__ in names]
 
 
 def _raise_any(plan: QuantPlan, mismatches: list[Mismatch], remedy: str) -> None:
