@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import pytest
+from by_hand import (
+    component,
+    decisions_of,
+    kept_of,
+    linear,
+    plan_of,
+    target,
+)
+
+from quantpolicy import RequestError
+from quantpolicy.detect import host_from_facts
+from quantpolicy.errors import DeniedError
+from quantpolicy.host import Backend
+from quantpolicy.schemes import ComponentKind, Confidence, Scheme, Tier
+
+GIB = 1 << 30
+
+
+def test_an_explicit_scheme_is_taken_even_when_slower_and_the_plan_says_so() -> None:
+    plan = plan_of(target(), transformer="int8")
+    assert decisions_of(plan) == {
+        "fp8": (False, "requested", ""),
+        "int8": (True, "requested", ""),
+        "dense": (False, "requested", ""),
+    }
+    assert any("int8 was asked for; expect slower than dense" in note for note in plan.notes)
+
+
+def test_a_denied_request_carries_trace_rule_evidence_and_remedy() -> None:
+    with pytest.raises(DeniedError) as caught:
+        plan_of(target(family="ruled"), transformer="fp8")
+    error = caught.value
+    assert (error.rule, error.evidence, error.exit_code) == ("ruled.deny.fp8", ("black",), 1)
+    assert [str(d.candidate) for d in error.decisions] == ["fp8", "int8", "dense"]
+    assert error.allowed == "what would run here: dense, int8"
+    assert "table.yaml:" in str(error)
+    assert "--lift ruled.deny.fp8" in error.remedy
+
+
+def test_a_lifted_rule_is_recorded_where_it_matters() -> None:
+    plan = plan_of(target(family="ruled"), lift=["ruled.deny.fp8"])
+    assert plan.components["transformer"].scheme is Scheme.FP8
+    assert plan.lifted == ("ruled.deny.fp8",)
+    accepted = next(d for d in plan.decisions if d.accepted)
+    assert "rule ruled.deny.fp8 lifted on request" in accepted.detail
+
+
+def test_a_lift_without_effect_is_noted_and_not_recorded() -> None:
+    plan = plan_of(target(), lift=["ruled.deny.fp8"])
+    assert plan.lifted == ()
+    assert "lifting ruled.deny.fp8 changed nothing here" in plan.notes
+
+
+def test_an_unknown_lift_names_near_rules() -> None:
+    with pytest.raises(RequestError, match=r"near: ruled\.deny\.fp8"):
+        plan_of(target(), lift=["ruled.deny.fp9"])
+
+
+def test_a_rule_met_by_the_floor_binds_only_schemes_without_one() -> None:
+    plan = plan_of(target(family="floored"), "b200")
+    assert decisions_of(plan)["fp8"][0] is True
+    assert decisions_of(plan)["mxfp8"] == (False, "black_frames", "floored.deny")
+    accepted = next(d for d in plan.decisions if d.accepted)
+    assert "rule floored.deny lifted by the activation floor 1e-12" in accepted.detail
+
+
+def test_speed_off_is_dense_and_stock_but_for_what_is_asked() -> None:
+    encoder = component(linear("layer.q"), kind=ComponentKind.TEXT_ENCODER)
+    plan = plan_of(target(text_encoder=encoder), speed="off", text_encoder="int8")
+    assert plan.components["transformer"].scheme is Scheme.DENSE
+    assert plan.components["text_encoder"].scheme is Scheme.INT8
+    assert (plan.tier, plan.compile.mode, plan.kernels) == (Tier.OFF, "none", ())
+    assert decisions_of(plan)["fp8"] == (False, "tier_off", "")
+    assert decisions_of(plan)["dense"] == (True, "tier_off", "")
+
+
+@pytest.mark.parametrize(
+    ("speed", "host", "tier", "mode", "autotune"),
+    [
+        ("auto", "h200", Tier.COMPILE, "regional", False),
+        ("auto", "mi300x", Tier.COMPILE, "regional", False),
+        ("auto", "cpu", Tier.EAGER, "none", False),
+        ("auto", "apple-m", Tier.EAGER, "none", False),
+        ("eager", "h200", Tier.EAGER, "none", False),
+        ("compile", "cpu", Tier.COMPILE, "regional", False),
+        ("max", "h200", Tier.MAX, "regional", True),
+    ],
+)
+def test_tier_and_compile(speed, host, tier, mode, autotune) -> None:
+    plan = plan_of(target(), host, speed=speed)
+    assert (plan.tier, plan.compile.mode, plan.compile.max_autotune) == (tier, mode, autotune)
+
+
+def test_compile_is_refused_below_sm70_and_auto_is_eager_there() -> None:
+    host = host_from_facts(Backend.CUDA, "sm61", "GeForce GTX 1080", 8 * GIB)
+    assert plan_of(target(), host).tier is Tier.EAGER
+    with pytest.raises(DeniedError, match="what would run here: off, auto, eager"):
+        plan_of(target(), host, speed="compile")
+
+
+def test_kernels_follow_quality_and_tier() -> None:
+    def ops(**request: object) -> list[str]:
+        return [kernel.op for kernel in plan_of(target(), **request).kernels]
+
+    assert ops() == ["qk_norm"]
+    assert ops(quality="high") == ["qk_norm", "gelu"]
+    assert ops(quality="high", speed="off") == []
+    assert ops(quality="high", host="cpu") == []
+
+
+def test_fused_execution_is_not_offered() -> None:
+    with pytest.raises(RequestError, match="offered: torchao"):
+        plan_of(target(), execution="fused")
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "nvfp4", "layerwise_fp8"])
+def test_a_text_encoder_takes_what_is_offered(scheme: str) -> None:
+    encoder = component(linear("layer.q", rows=None), kind=ComponentKind.TEXT_ENCODER)
+    plan = plan_of(target(text_encoder=encoder), "b200", text_encoder=scheme)
+    layer = plan.components["text_encoder"].layers[0]
+    assert (layer.scheme, layer.pad_rows) == (scheme, 17 if scheme == "int8" else 0)
+    assert plan.components["text_encoder"].confidence is Confidence.DERIVED
+
+
+def test_auto_leaves_text_encoder_and_vae_dense() -> None:
+    parts = {
+        "text_encoder": component(linear("q"), kind=ComponentKind.TEXT_ENCODER),
+        "vae": component(linear("q"), kind=ComponentKind.VAE),
+    }
+    plan = plan_of(target(**parts))
+    for name in parts:
+        assert plan.components[name].scheme is Scheme.DENSE
+        assert decisions_of(plan, name) == {"dense": (True, "dense_component", "")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag", "scheme", "allowed"),
+    [
+        (ComponentKind.VAE, "vae", "int8", "dense, layerwise_fp8"),
+        (ComponentKind.TEXT_ENCODER, "text_encoder", "mxfp8", "dense, int8, fp8, layerwise_fp8"),
+        (ComponentKind.DENOISER, "transformer", "layerwise_fp8", "dense, int8, fp8"),
+    ],
+)
+def test_a_scheme_that_a_kind_does_not_take_is_refused(kind, flag, scheme, allowed) -> None:
+    goal = target(other=component(linear("q"), kind=kind))
+    with pytest.raises(DeniedError, match="is not offered for") as caught:
+        plan_of(goal, **{flag: scheme})
+    assert caught.value.allowed == f"what would run here: {allowed}"
+
+
+def test_layerwise_fp8_takes_every_linear_but_those_kept_in_fp32() -> None:
+    vae = component(
+        linear("odd", 15, 7), linear("norm.proj", dtype="float32"), kind=ComponentKind.VAE
+    )
+    plan = plan_of(target(vae=vae), vae="layerwise_fp8")
+    assert [layer.name for layer in plan.components["vae"].layers] == ["odd"]
+    assert kept_of(plan, "vae") == {"norm.proj": ("fp32_kept", "derived.fp32_kept")}
+    assert plan.components["vae"].settings.weight_dtype == "float8_e4m3fn"
+
+
+def test_a_component_of_known_size_only_cannot_be_quantised() -> None:
+    encoder = component(kind=ComponentKind.TEXT_ENCODER, inventory=None, dense_bytes=7 * GIB)
+    goal = target(text_encoder=encoder)
+    with pytest.raises(RequestError, match="only the size of text_encoder is known") as caught:
+        plan_of(goal, text_encoder="int8")
+    assert "folder" in str(caught.value)
+    assert (
+        sum(i.bytes for i in plan_of(goal).memory.items if i.component == "text_encoder") == 7 * GIB
+    )
+
+
+def test_a_scheme_for_a_component_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(RequestError, match="there is none; components: transformer"):
+        plan_of(target(), vae="layerwise_fp8")
