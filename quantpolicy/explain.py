@@ -21,7 +21,7 @@ def explain_plan(plan: QuantPlan) -> str:
         _section("Memory", _memory(plan)),
         _section("Notes", (f"  - {note}" for note in plan.notes)),
     ]
-    return "\n".join(section for section in sections if section) + "\n"
+    return "\n".join(section for section in sections if section)
 
 
 def align(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> list[str]:

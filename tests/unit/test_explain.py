@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import pytest
+from by_hand import BLOCKS, component, linear, plan_of, target
+
+from quantpolicy import Host, load_rules, resolve
+from quantpolicy.explain import align
+from quantpolicy.schemes import ComponentKind
+
+
+def test_a_small_plan_is_explained_in_full() -> None:
+    goal = target(
+        *BLOCKS,
+        linear("blocks.0.mod", rows=1),
+        linear("blocks.1.mod", rows=1),
+        vae=component(kind=ComponentKind.VAE, inventory=None, dense_bytes=1000),
+    )
+    text = plan_of(goal, transformer="int8", quality="high").explain()
+    plan = plan_of(goal, transformer="int8", quality="high")
+    assert (
+        text
+        == f"""\
+plain on h200 (cuda, sm90, data_center, 139 GiB)
+  tier compile (regional compile), quality high, execution torchao
+  4096 image tokens, batch 1, declared inputs
+  kernels: qk_norm (lossless), gelu (high)
+  weights {plan.weights_digest[:16]}, plan {plan.plan_digest[:16]}
+
+Components
+  transformer  int8   derived   3 Linears quantised, 2 kept  0.09 -> 0.05 GiB  per_row, int8
+  vae          dense  measured
+
+Decisions
+  transformer  fp8    rejected  requested        int8 was asked for
+  transformer  int8   accepted  requested        {plan.decisions[1].detail}
+  transformer  dense  rejected  requested        int8 was asked for
+  vae          dense  accepted  dense_component  {plan.decisions[3].detail}
+
+Kept dense
+  transformer  blocks.*.mod  2  small_m  derived.small_m
+
+Memory
+  transformer  int8 Linears                      50,393,088
+  transformer  dense Linears                     67,108,864
+  transformer  other parameters and buffers             100
+  vae          dense weights, not itemised            1,000
+  runtime      activations                      134,217,728
+  runtime      device context and workspaces  1,073,741,824
+  total        fits 149,250,113,536           1,325,462,604
+
+Notes
+  - recognised by a test
+  - {plan.notes[1]}
+  - transformer: int8 is derived, not measured on plain
+"""
+    )
+
+
+def test_detail_of_an_accepted_decision_carries_the_numbers() -> None:
+    plan = plan_of(target())
+    fp8, _, dense = plan.decisions
+    assert fp8.detail == (
+        f"0.05 GiB of weights instead of 0.09 GiB; predicted {fp8.predicted_ms:.1f} ms for the "
+        f"Linears against {dense.predicted_ms:.1f} ms dense; the plan needs 1.17 GiB, within "
+        "139.00 GiB"
+    )
+
+
+def test_lifted_rules_and_padding_are_shown() -> None:
+    plan = plan_of(target(linear("mod", rows=1), family="ruled"), lift=["ruled.pad.mod"])
+    assert "lifted" not in plan.explain()
+    plan = plan_of(target(family="ruled"), lift=["ruled.deny.fp8"])
+    assert "  lifted rules: ruled.deny.fp8\n" in plan.explain()
+    plan = plan_of(target(linear("mod", rows=1), family="ruled"), transformer="int8")
+    assert "per_row, int8, 1 padded" in plan.explain()
+
+
+@pytest.mark.parametrize("family", sorted(load_rules().families))
+def test_every_decision_and_kept_pattern_of_a_family_is_told(family: str) -> None:
+    plan = resolve(family, host=Host.load("rtx4090"))
+    text = plan.explain()
+    assert "\x1b" not in text
+    for decision in plan.decisions:
+        assert decision.detail in text
+    for component_plan in plan.components.values():
+        for layer in component_plan.kept:
+            assert layer.rule in text
+    assert f"{plan.memory.total_bytes:,}" in text
+
+
+def test_columns_are_aligned() -> None:
+    assert align([["a", "1"], ["bcd", "10"]], right=frozenset({1})) == ["  a     1", "  bcd  10"]
