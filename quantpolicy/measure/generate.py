@@ -16,6 +16,7 @@ from quantpolicy.inventory.live import inventory_from_config, inventory_from_mod
 from quantpolicy.inventory.model import Inventory
 from quantpolicy.inventory.shipped import INVENTORIES, dump_inventory, list_inventories
 from quantpolicy.measure.probe import probe_inventory
+from quantpolicy.measure.tiny import cast_parameters
 from quantpolicy.rule_schema import ComponentSpec
 from quantpolicy.rules import RuleTable, load_rules
 from quantpolicy.schemes import ComponentKind
@@ -46,23 +47,14 @@ def generate_inventories(rules: RuleTable) -> Iterator[tuple[str, Inventory]]:
 
 
 def text_encoder_inventory(part: ComponentSpec) -> Inventory:
-    """Return the inventory of a transformers model, built on the meta device; no rows are known.
-
-    The output head is left out of the Linears: an encoder never runs it.
-    """
+    """Return the inventory of a transformers model, built on the meta device; no rows are known."""
     import transformers
 
     model_class = getattr(transformers, part.class_name)
     with torch.device("meta"):
-        module = model_class(model_class.config_class(**part.config)).to(getattr(torch, part.dtype))
-    inventory = inventory_from_module(module)
-    heads = [linear for linear in inventory.linears if linear.name.split(".")[-1] == "lm_head"]
-    return inventory.model_copy(
-        update={
-            "linears": tuple(linear for linear in inventory.linears if linear not in heads),
-            "other_bytes": inventory.other_bytes + sum(head.dense_bytes for head in heads),
-        }
-    )
+        module = model_class(model_class.config_class(**part.config))
+    cast_parameters(module, part)
+    return inventory_from_module(module)
 
 
 def main(argv: list[str] | None = None) -> int:

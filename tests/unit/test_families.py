@@ -250,6 +250,18 @@ def test_a_size_that_is_not_released_is_the_count_of_the_class(family):
     assert denoisers(family)[0].size_bytes == shipped(family).dense_bytes
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_encoders_agree_with_their_classes(family):
+    parts = RULES.families[family].components.values()
+    encoders = [part for part in parts if part.kind is ComponentKind.TEXT_ENCODER]
+    assert encoders
+    for part in encoders:
+        inventory = load_inventory(part.inventory)
+        assert inventory.class_name == part.class_name
+        assert inventory.dense_bytes == pytest.approx(part.size_bytes, rel=0.03)
+        assert not [fact.name for fact in inventory.linears if "lm_head" in fact.name]
+
+
 @pytest.mark.parametrize(("family", "count"), LINEARS.items())
 def test_count_of_linears(family, count):
     assert len(shipped(family).linears) == count
