@@ -24,6 +24,8 @@ from quantpolicy.target import Target, TargetComponent
 from quantpolicy.target_parts import shipped_for, spec_for
 
 if TYPE_CHECKING:
+    from quantpolicy.host import Host
+    from quantpolicy.request import Request
     from quantpolicy.rules import RuleTable
 
 GENERIC = "generic"
@@ -52,13 +54,30 @@ def family_mismatches(header: Header, rules: RuleTable) -> Iterator[Mismatch]:
         yield Mismatch("class_name", header.family, spec.class_name, header.class_name)
 
 
+def identity_mismatches(plan: QuantPlan, header: Header) -> Iterator[Mismatch]:
+    """Yield where a given plan is about another model."""
+    if plan.family != header.family:
+        yield Mismatch("family", "family", plan.family, header.family)
+    part = plan.components.get(header.component)
+    if part is None:
+        known = ", ".join(plan.components)
+        yield Mismatch("component", header.component, f"one of {known}", "not in the plan")
+    elif part.class_name != header.class_name:
+        yield Mismatch("class_name", header.component, part.class_name, header.class_name)
+
+
 def plan_today(
-    header: Header, baked: QuantPlan, files: BakedFiles, rules: RuleTable
+    header: Header,
+    baked: QuantPlan,
+    files: BakedFiles,
+    rules: RuleTable,
+    host: Host,
+    request: Request,
 ) -> tuple[QuantPlan | None, list[Mismatch]]:
-    """Return the plan that today's rules make for the same host and request."""
+    """Return the plan that today's rules make of the model in the folder."""
     target = _target(header, baked, files, rules)
     try:
-        return resolve_target(target, header.host, baked.request, rules), []
+        return resolve_target(target, host, request, rules), []
     except DeniedError as error:
         rule = f"{error.rule}: " if error.rule else ""
         found = f"denied today ({rule}{error.found})"

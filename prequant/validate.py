@@ -19,6 +19,7 @@ from prequant.scan import value_faults
 from prequant.staleness import (
     family_mismatches,
     form_mismatches,
+    identity_mismatches,
     plan_today,
     version_mismatches,
     weights_mismatches,
@@ -32,20 +33,47 @@ from quantpolicy.errors import (
 from quantpolicy.plan import QuantPlan
 
 if TYPE_CHECKING:
+    from quantpolicy.host import Host
+    from quantpolicy.request import Request
     from quantpolicy.rules import RuleTable
 
 CHECKS = ("header", "files", "weights", "forms", "rules")
 
 
+@dataclass(frozen=True, slots=True)
+class Standard:
+    """What a component is held against.
+
+    Args:
+        plan: this plan; what ``rules`` resolve when None.
+        host: resolve for this host; the header's when None.
+        request: resolve this request; the header's when None.
+        rules: the shipped table when None.
+        full: also check hashes and values.
+    """
+
+    plan: QuantPlan | None = None
+    host: Host | None = None
+    request: Request | None = None
+    rules: RuleTable | None = None
+    full: bool = False
+
+
 @dataclass(slots=True)
 class Findings:
-    """What is wrong with one component."""
+    """What is wrong with one component, and what was read on the way.
+
+    Args:
+        expected: the plan it was held against, None when none could be resolved.
+    """
 
     name: str
     folder: Path
     corrupt: list[Mismatch] = field(default_factory=list)
     stale: list[Mismatch] = field(default_factory=list)
     header: Header | None = None
+    files: BakedFiles | None = None
+    expected: QuantPlan | None = None
 
 
 def validate(
@@ -78,9 +106,8 @@ def validate(
         raise CorruptCheckpointError(
             str(path), (fault,), remedy="give a folder that `prequant bake` wrote"
         )
-    findings = [
-        check_component(child, plan=plan, full=full, rules=rules) for child in components.values()
-    ]
+    standard = Standard(plan=plan, rules=rules, full=full)
+    findings = [check_component(child, standard) for child in components.values()]
     raise_findings(path, findings)
     checked = (*CHECKS, "hashes", "values") if full else CHECKS
     return ValidateReport(
@@ -91,28 +118,26 @@ def validate(
     )
 
 
-def check_component(
-    folder: Path, *, plan: QuantPlan | None, full: bool, rules: RuleTable | None
-) -> Findings:
+def check_component(folder: Path, standard: Standard) -> Findings:
     """Return everything that is wrong with one baked component."""
     findings = Findings(folder.name, folder)
     header = parse_header(folder, findings.corrupt)
     files = read_baked_files(folder, findings.corrupt)
     if header is None:
         return findings
-    findings.header, findings.name = header, header.component
+    findings.header, findings.files, findings.name = header, files, header.component
     findings.corrupt += header_faults(header)
     findings.corrupt += file_faults(files, header)
     findings.stale += version_mismatches(header)
     baked = read_plan(header, findings.corrupt)
-    if full:
+    if standard.full:
         findings.corrupt += value_faults(files, header)
     if baked is None or not files.headers:
         return findings
     part = baked.components[header.component]
     findings.corrupt += weight_faults(files, part)
     findings.stale += form_mismatches(files, part)
-    findings.stale += _policy_mismatches(header, baked, files, plan, rules)
+    _hold_against(standard, findings, header, baked, files)
     return findings
 
 
@@ -137,36 +162,33 @@ def _named(item: Findings, fault: Mismatch, prefix: bool) -> Mismatch:
     return Mismatch(fault.code, f"{item.name}: {fault.subject}", fault.expected, fault.found)
 
 
-def _policy_mismatches(
-    header: Header,
-    baked: QuantPlan,
-    files: BakedFiles,
-    plan: QuantPlan | None,
-    rules: RuleTable | None,
-) -> list[Mismatch]:
-    part = baked.components[header.component]
-    if plan is None:
-        from quantpolicy.rules import load_rules
-
-        rules = load_rules() if rules is None else rules
-        mismatches = list(family_mismatches(header, rules))
-        if mismatches:
-            return mismatches
-        today, mismatches = plan_today(header, baked, files, rules)
-        if today is None:
-            return mismatches
-        return list(weights_mismatches(today.components[header.component], header, part))
-    expected = plan.components.get(header.component)
+def _hold_against(
+    standard: Standard, findings: Findings, header: Header, baked: QuantPlan, files: BakedFiles
+) -> None:
+    """Add what differs from the given plan, or from what the rules resolve today."""
+    expected = standard.plan
     if expected is None:
-        known = ", ".join(plan.components)
-        return [Mismatch("component", header.component, f"one of {known}", "not in the plan")]
-    mismatches = []
-    if plan.family != header.family:
-        mismatches.append(Mismatch("family", "family", plan.family, header.family))
-    if expected.class_name != header.class_name:
-        found = header.class_name
-        mismatches.append(Mismatch("class_name", header.component, expected.class_name, found))
-    return [*mismatches, *weights_mismatches(expected, header, part)]
+        expected, mismatches = _resolve_today(standard, header, baked, files)
+    else:
+        mismatches = list(identity_mismatches(expected, header))
+    findings.stale += mismatches
+    if expected is not None and header.component in expected.components:
+        findings.expected = expected
+        wanted = expected.components[header.component]
+        findings.stale += weights_mismatches(wanted, header, baked.components[header.component])
+
+
+def _resolve_today(
+    standard: Standard, header: Header, baked: QuantPlan, files: BakedFiles
+) -> tuple[QuantPlan | None, list[Mismatch]]:
+    from quantpolicy.rules import load_rules
+
+    rules = load_rules() if standard.rules is None else standard.rules
+    mismatches = list(family_mismatches(header, rules))
+    if mismatches:
+        return None, mismatches
+    host = standard.host or header.host
+    return plan_today(header, baked, files, rules, host, standard.request or baked.request)
 
 
 def _validated(item: Findings, checked: tuple[str, ...]) -> ValidatedComponent:

@@ -1,0 +1,236 @@
+"""Load a baked component: validated, memory-mapped, guarded like a model quantised at run time.
+
+A stale one is refused, or made anew from the dense weights when the caller says so.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from prequant.header import Header, find_components
+from prequant.skeleton import build_skeleton, fill_skeleton, model_class
+from prequant.validate import Findings, Standard, check_component, raise_findings
+from quantpolicy.errors import Mismatch, PlanMismatchError, RequestError
+from quantpolicy.inventory.weight_files import CONFIG_FILE, read_json_file
+from quantpolicy.plan import ComponentPlan, QuantPlan
+from quantpolicy.record import Record, sha256_of
+from quantpolicy.resolver import resolve
+from quantpolicy.runtime.apply import apply_plan
+from quantpolicy.runtime.count import count_component, count_mismatches
+from quantpolicy.runtime.report import ComponentReport
+from quantpolicy.runtime.smoke import smoke_test
+
+if TYPE_CHECKING:
+    from quantpolicy.host import Host
+    from quantpolicy.request import Request
+    from quantpolicy.rules import RuleTable
+
+
+class OnStale(StrEnum):
+    """What to do with a stale checkpoint."""
+
+    RAISE = "raise"
+    REQUANTISE = "requantise"
+
+
+class LoadReport(Record):
+    """How a model was loaded; the counts are of its tensors afterwards.
+
+    Args:
+        used: ``baked`` or ``requantised``.
+        source: the folder the weights came from.
+        stale: what was outdated about the checkpoint when it was requantised.
+    """
+
+    used: str
+    source: str
+    weights_digest: str
+    plan_digest: str
+    stale: tuple[str, ...]
+    component: ComponentReport
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model ready to run, and how it came about."""
+
+    model: nn.Module
+    report: LoadReport
+
+
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    host: Host | None = None,
+    request: Request | None = None,
+    on_stale: str = "raise",
+    source: str | os.PathLike[str] | None = None,
+    device: str | torch.device = "cpu",
+    component: str | None = None,
+    rules: RuleTable | None = None,
+) -> Loaded:
+    """Load one baked component, in evaluation mode and without gradients.
+
+    Args:
+        folder: a baked component, or a pipeline that holds one.
+        host: what the weights must suit; the host they were baked for when None.
+        request: what the weights must answer; the request they were baked for when None.
+        on_stale: ``raise``, or ``requantise``: quantise the dense ``source`` by today's rules.
+        source: the dense component, for ``requantise``.
+        device: where the model goes.
+        component: which one of a pipeline with several.
+        rules: the shipped table when None.
+
+    Raises:
+        RequestError: a folder or an argument is unusable.
+        CorruptCheckpointError: the checkpoint is damaged; it is never requantised.
+        StaleCheckpointError: it is outdated, and ``on_stale`` is ``raise``.
+        PlanMismatchError: the device does not run the scheme's GEMM.
+    """
+    policy = _on_stale(on_stale)
+    path = _component_folder(Path(folder), component)
+    standard = Standard(host=host, request=request, rules=rules)
+    findings = check_component(path, standard)
+    stale = tuple(findings.stale)
+    if findings.corrupt or (stale and policy is OnStale.RAISE):
+        raise_findings(path, [findings])
+    assert findings.header is not None
+    target = torch.device(device)
+    if stale:
+        return _requantise(findings, findings.header, source, target, standard)
+    assert findings.files is not None
+    assert findings.expected is not None
+    header, plan = findings.header, findings.expected
+    part = plan.components[header.component]
+    _check_gemms(part, target)
+    dtype = getattr(torch, part.dtype)
+    model = build_skeleton(header.class_name, findings.files.config, dtype)
+    fill_skeleton(model, findings.files, part, target)
+    return Loaded(model, _report(model, findings, plan, used="baked", source=path, stale=()))
+
+
+def _on_stale(value: str) -> OnStale:
+    try:
+        return OnStale(value)
+    except ValueError as error:
+        raise RequestError(
+            "on_stale",
+            f"unknown value {value!r}",
+            allowed="known: " + ", ".join(OnStale),
+            remedy="choose one of these",
+        ) from error
+
+
+def _component_folder(folder: Path, component: str | None) -> Path:
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "no such folder"
+        raise RequestError(str(folder), found, remedy="give a folder that `prequant bake` wrote")
+    baked = find_components(folder)
+    if "" in baked or not baked:
+        return folder
+    if component is None and len(baked) == 1:
+        return next(iter(baked.values()))
+    if component not in baked:
+        found = f"no baked component {component!r}" if component else "several baked components"
+        raise RequestError(
+            str(folder),
+            found,
+            allowed="there are: " + ", ".join(baked),
+            remedy="name one with component=",
+        )
+    return baked[component]
+
+
+def _check_gemms(part: ComponentPlan, device: torch.device) -> None:
+    """Refuse a device that cannot run what is about to be loaded."""
+    signatures = {(layer.scheme, getattr(torch, layer.dtype)) for layer in part.layers}
+    faults = []
+    for scheme, dtype in sorted(signatures, key=str):
+        failure = smoke_test(scheme, part.settings, device, dtype)
+        if failure:
+            faults.append(Mismatch("gemm_fails", scheme, f"a GEMM on {device}", failure))
+    if faults:
+        raise PlanMismatchError(str(device), faults, remedy="load on a device that runs the scheme")
+
+
+def _requantise(
+    findings: Findings,
+    header: Header,
+    source: str | os.PathLike[str] | None,
+    device: torch.device,
+    standard: Standard,
+) -> Loaded:
+    if source is None:
+        origin = f" (it was baked from {header.source.repo})" if header.source.repo else ""
+        raise RequestError(
+            str(findings.folder),
+            f"stale, and no dense source was given{origin}",
+            remedy="give the dense component with source=",
+        )
+    folder = _dense_folder(Path(source), header)
+    host = standard.host or header.host
+    request = standard.request or QuantPlan.from_dict(header.plan).request
+    plan = resolve(folder, host=host, request=request, rules=standard.rules)
+    name = header.component if header.component in plan.components else next(iter(plan.components))
+    part = plan.components[name]
+    dtype = getattr(torch, part.dtype)
+    model = model_class(header.class_name).from_pretrained(str(folder), torch_dtype=dtype)
+    model = model.requires_grad_(requires_grad=False).eval().to(device)
+    apply_plan(model, plan, component=name)
+    stale = tuple(findings.stale)
+    report = _report(model, findings, plan, used="requantised", source=folder, stale=stale)
+    return Loaded(model, report)
+
+
+def _dense_folder(source: Path, header: Header) -> Path:
+    """Return the dense component's folder; a pipeline's folder leads to it."""
+    folder = source / header.component
+    if not (folder / CONFIG_FILE).is_file():
+        folder = source
+    config = read_json_file(folder / CONFIG_FILE)
+    if config.get("_class_name") != header.class_name:
+        raise RequestError(
+            str(folder),
+            f"holds a {config.get('_class_name')}",
+            allowed=f"the checkpoint was baked from a {header.class_name}",
+            remedy="give the dense component that it was baked from",
+        )
+    if sha256_of(config) != header.source.config_digest:
+        raise RequestError(
+            str(folder),
+            "its config.json is not the one that was baked",
+            remedy="give the dense component that it was baked from",
+        )
+    return folder
+
+
+def _report(
+    model: nn.Module,
+    findings: Findings,
+    plan: QuantPlan,
+    *,
+    used: str,
+    source: Path,
+    stale: tuple[Mismatch, ...],
+) -> LoadReport:
+    name = findings.name if findings.name in plan.components else next(iter(plan.components))
+    part = plan.components[name]
+    counted = count_component(name, model, part, planned=part.scheme)
+    mismatches = count_mismatches(counted, part)
+    if mismatches:
+        raise PlanMismatchError(name, mismatches, remedy="report this; the model was not loaded")
+    return LoadReport(
+        used=used,
+        source=str(source),
+        weights_digest=part.weights_digest,
+        plan_digest=plan.plan_digest,
+        stale=tuple(str(mismatch) for mismatch in stale),
+        component=counted,
+    )
