@@ -20,7 +20,7 @@ from quantpolicy.match import first_matching_token, matches_token
 from quantpolicy.record import Record
 from quantpolicy.rule_schema import ComponentSpec, Effect, FamilySpec, Rule
 from quantpolicy.rules import RuleTable, is_whole_table, load_table
-from quantpolicy.schemes import Cause, Scheme
+from quantpolicy.schemes import Cause, ComponentKind, Scheme
 
 SMALL_ROWS = 16
 
@@ -146,12 +146,13 @@ def _released_components(family: str, spec: FamilySpec) -> tuple[list[Released],
 
 def _unused_evidence(table: RuleTable) -> Iterator[LintFinding]:
     used = {name for rule_id in table.rule_ids() for name in table.rule(rule_id).evidence}
+    used.update(name for policy in table.schemes.values() for name in policy.evidence)
     for spec in table.families.values():
         used.update(name for names in spec.measured.values() for name in names)
     for name in table.evidence:
         if name not in used:
             yield _warning(
-                "unused_evidence", f"evidence.{name}", "no rule and no family cites it; remove it"
+                "unused_evidence", f"evidence.{name}", "nothing cites it; cite or remove it"
             )
 
 
@@ -258,8 +259,9 @@ def _unjustified(table: RuleTable, rule: Rule, released: list[Released]) -> Iter
 
 
 def _unprobed(item: Released) -> Iterator[LintFinding]:
+    """Find denoiser Linears without rows; those of a text encoder depend on the prompt alone."""
     names = [linear.name for linear in item.inventory.linears if linear.rows is None]
-    if names:
+    if names and item.spec.kind is ComponentKind.DENOISER:
         yield _error(
             "unprobed",
             f"families.{item.family}.components.{item.name}.inventory",

@@ -1,15 +1,15 @@
-"""Compare the shipped inventories with the classes that diffusers builds. Imports torch."""
+"""Compare the shipped inventories with the released classes; building those imports torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from quantpolicy.errors import RequestError
-from quantpolicy.inventory.live import build_on_meta, inventory_from_config
 from quantpolicy.inventory.model import Inventory, LinearFacts
 from quantpolicy.inventory.shipped import load_inventory
 from quantpolicy.rule_schema import ComponentSpec
 from quantpolicy.rules import RuleTable
+from quantpolicy.schemes import ComponentKind
 
 _COMPARED = ("out_features", "in_features", "dtype", "has_bias")
 
@@ -28,20 +28,43 @@ def compare_released(table: RuleTable) -> Iterator[tuple[str, str]]:
 def _differences(spec: ComponentSpec) -> Iterator[str]:
     try:
         shipped = load_inventory(spec.inventory)
-        module = build_on_meta(spec.class_name, spec.config)
-        built = inventory_from_config(
-            spec.class_name, spec.config, dtype=spec.dtype, keep_in_fp32=spec.keep_in_fp32
-        )
+        if spec.kind is ComponentKind.DENOISER:
+            built, declared = _build_denoiser(spec)
+        else:
+            built, declared = _build_text_encoder(spec), set(spec.keep_in_fp32)
     except RequestError as error:
         yield str(error)
         return
     yield from compare_inventories(shipped, built)
-    declared = set(getattr(module, "_keep_in_fp32_modules", None) or ())
     if declared != set(spec.keep_in_fp32):
         yield (
             f"keep_in_fp32 is {sorted(spec.keep_in_fp32)}, the class declares {sorted(declared)}; "
             "take over the class's list"
         )
+
+
+def _build_denoiser(spec: ComponentSpec) -> tuple[Inventory, set[str]]:
+    """Return the inventory, and the modules that the class itself keeps in fp32."""
+    from quantpolicy.inventory.live import build_on_meta, inventory_from_config
+
+    module = build_on_meta(spec.class_name, spec.config)
+    inventory = inventory_from_config(
+        spec.class_name, spec.config, dtype=spec.dtype, keep_in_fp32=spec.keep_in_fp32
+    )
+    return inventory, set(getattr(module, "_keep_in_fp32_modules", None) or ())
+
+
+def _build_text_encoder(spec: ComponentSpec) -> Inventory:
+    from quantpolicy.measure.generate import text_encoder_inventory
+
+    try:
+        return text_encoder_inventory(spec)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RequestError(
+            spec.class_name,
+            f"cannot be built: {error}",
+            remedy="correct the class name or the configuration",
+        ) from error
 
 
 def compare_inventories(shipped: Inventory, built: Inventory) -> Iterator[str]:

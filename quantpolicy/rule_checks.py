@@ -81,6 +81,7 @@ def _check_sections(file: RuleFile) -> Iterator[Problem]:
         yield Problem(("min_features",), str(file.min_features), "1 or more", "raise it")
     for scheme, policy in file.schemes.items():
         yield from _check_dtypes(("schemes", scheme.value, "dtypes"), policy.dtypes)
+        yield from _check_cited(file, policy.evidence, ("schemes", scheme.value, "evidence"))
         if policy.alignment < 1:
             yield Problem(
                 ("schemes", scheme.value, "alignment"), str(policy.alignment), "1 or more", "fix it"
@@ -104,6 +105,12 @@ def _check_dtypes(path: YamlPath, dtypes: tuple[str, ...]) -> Iterator[Problem]:
     for dtype in dtypes:
         if dtype not in DTYPE_BYTES:
             yield Problem(path, f"unknown dtype {dtype!r}", *suggest(dtype, DTYPE_BYTES))
+
+
+def _check_cited(file: RuleFile, names: tuple[str, ...], path: YamlPath) -> Iterator[Problem]:
+    for name in names:
+        if name not in file.evidence:
+            yield Problem(path, f"unknown evidence {name!r}", *suggest(name, file.evidence))
 
 
 def _check_evidence(path: YamlPath, record: EvidenceRecord) -> Iterator[Problem]:
@@ -134,13 +141,7 @@ def _check_family_names(file: RuleFile, spec: FamilySpec, path: YamlPath) -> Ite
                 (*path, "groups"), f"unknown group {group!r}", *suggest(group, file.groups)
             )
     for scheme, evidence in spec.measured.items():
-        for name in evidence:
-            if name not in file.evidence:
-                yield Problem(
-                    (*path, "measured", scheme.value),
-                    f"unknown evidence {name!r}",
-                    *suggest(name, file.evidence),
-                )
+        yield from _check_cited(file, evidence, (*path, "measured", scheme.value))
     if spec.tiny and spec.tiny not in file.tiny:
         yield Problem(
             (*path, "tiny"), f"unknown tiny model {spec.tiny!r}", *suggest(spec.tiny, file.tiny)
@@ -207,11 +208,7 @@ def _check_module_rule(rule: Rule, path: YamlPath) -> Iterator[Problem]:
 
 
 def _check_references(file: RuleFile, rule: Rule) -> Iterator[Problem]:
-    for name in rule.evidence:
-        if name not in file.evidence:
-            yield Problem(
-                ("evidence",), f"unknown evidence {name!r}", *suggest(name, file.evidence)
-            )
+    yield from _check_cited(file, rule.evidence, ("evidence",))
     for family in rule.expect if isinstance(rule.expect, dict) else ():
         if family not in file.families:
             yield Problem(
