@@ -107,7 +107,7 @@ def denial(
     rejected: Mapping[Scheme, Reason],
 ) -> RequestError:
     """Return the error for a scheme that was asked for and cannot be had."""
-    name = chosen.parts[0].component
+    name = next(part.component for part in chosen.parts if part.refusal is refusal)
     component = case.target.components[name]
     flag = FLAGS[component.kind]
     if component.inventory is None and refusal.because is Cause.NO_LAYERS:
@@ -117,8 +117,11 @@ def denial(
             allowed="its modules are read from a folder or a live pipeline",
             remedy=f"give one of these as the model, or leave {flag} out",
         )
+    names = [part.component for part in chosen.parts]
     runs = [
-        scheme for scheme in OFFERED[component.kind] if assess(case, name, scheme).refusal is None
+        scheme
+        for scheme in OFFERED[component.kind]
+        if all(assess(case, name, scheme).refusal is None for name in names)
     ]
     lift = f", or lift the rule with --lift {refusal.rule}" if refusal.rule else ""
     return DeniedError(

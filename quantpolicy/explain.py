@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from quantpolicy.match import block_pattern
 from quantpolicy.plan import ComponentPlan, Decision, QuantPlan
-from quantpolicy.schemes import Scheme, weight_bytes
+from quantpolicy.schemes import Cause, Scheme, weight_bytes
 
 GIB = 1 << 30
 
@@ -124,7 +124,9 @@ def _kept(plan: QuantPlan) -> Iterator[str]:
     for name, component in plan.components.items():
         counts: dict[tuple[str, str, str], int] = {}
         for layer in component.kept:
-            key = (block_pattern(layer.name), layer.because, layer.rule)
+            is_dense = layer.because is Cause.DENSE_COMPONENT
+            pattern = "every Linear" if is_dense else block_pattern(layer.name)
+            key = (pattern, layer.because, layer.rule)
             counts[key] = counts.get(key, 0) + 1
         rows += [
             [name, pattern, str(count), because, rule]

@@ -15,7 +15,7 @@ from quantpolicy.cost import WeightBytes, activation_bytes, plan_memory
 from quantpolicy.decisions import FLAGS, Outcome
 from quantpolicy.errors import DeniedError, RequestError
 from quantpolicy.host import Backend, Host
-from quantpolicy.layers import group_linears, list_layers
+from quantpolicy.layers import Verdict, group_linears, list_layers
 from quantpolicy.notes import write_notes
 from quantpolicy.plan import (
     CompilePlan,
@@ -28,7 +28,7 @@ from quantpolicy.plan import (
     SchemeSettings,
 )
 from quantpolicy.request import Request
-from quantpolicy.schemes import ComponentKind, Execution, Quality, Scheme, SchemeChoice, Tier
+from quantpolicy.schemes import Cause, ComponentKind, Execution, Quality, Scheme, SchemeChoice, Tier
 from quantpolicy.workload import plan_workload
 
 if TYPE_CHECKING:
@@ -145,8 +145,13 @@ def _component_plan(case: Case, name: str, outcome: Outcome) -> ComponentPlan:
     scheme = outcome.assessment.scheme
     layers: tuple[PlannedLayer, ...] = ()
     kept: tuple[KeptLayer, ...] = ()
+    verdicts = outcome.assessment.verdicts
     if scheme is not Scheme.DENSE:
-        layers, kept = list_layers(case.grouped[name], outcome.assessment.verdicts, scheme)
+        layers, kept = list_layers(case.grouped[name], verdicts, scheme)
+    elif component.kind is ComponentKind.DENOISER:
+        # Other dense components are copied as they are, whether their modules are known or not.
+        verdicts = (Verdict(Cause.DENSE_COMPONENT, "derived.dense_component"),) * len(verdicts)
+        layers, kept = list_layers(case.grouped[name], verdicts, scheme)
     return ComponentPlan(
         kind=component.kind,
         class_name=component.class_name,

@@ -161,6 +161,15 @@ def test_layerwise_fp8_takes_every_linear_but_those_kept_in_fp32() -> None:
     assert plan.components["vae"].settings.weight_dtype == "float8_e4m3fn"
 
 
+def test_a_dense_denoiser_lists_its_linears_and_other_dense_components_do_not() -> None:
+    goal = target(text_encoder=component(linear("q"), kind=ComponentKind.TEXT_ENCODER))
+    plan = plan_of(goal, transformer="dense")
+    assert set(kept_of(plan).values()) == {("dense_component", "derived.dense_component")}
+    assert len(kept_of(plan)) == 3
+    assert kept_of(plan, "text_encoder") == {}
+    assert "  transformer  every Linear  3  dense_component" in plan.explain()
+
+
 def test_a_component_of_known_size_only_cannot_be_quantised() -> None:
     encoder = component(kind=ComponentKind.TEXT_ENCODER, inventory=None, dense_bytes=7 * GIB)
     goal = target(text_encoder=encoder)
