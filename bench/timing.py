@@ -1,8 +1,7 @@
 """Timing and the JSON envelope shared by the benchmarks.
 
-Times are medians of CUDA-event intervals over calls that rotate among input sets larger than the
-L2; the queue is filled behind a spin kernel first, so that launch cost on the CPU stays outside
-(``gpu_ms``) or inside (``wall_ms``) on purpose.
+Calls rotate among input sets larger than the L2. Launch cost on the CPU stays outside (``gpu_ms``:
+events behind a spin kernel; ``graph_ms``: replays of a CUDA graph) or inside (``wall_ms``) on purpose.
 """
 
 from __future__ import annotations
@@ -96,6 +95,17 @@ def gpu_ms(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:
     return statistics.median(
         before.elapsed_time(after) for before, after in itertools.pairwise(marks)
     )
+
+
+def graph_ms(calls: Sequence[Callable[[], object]], repeats: int = 10) -> float:
+    """Return the median GPU time of one call inside a CUDA graph that holds all of them."""
+    for call in calls:
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return gpu_ms([graph.replay], repeats) / len(calls)
 
 
 def wall_ms(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:

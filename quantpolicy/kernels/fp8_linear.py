@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from quantpolicy.kernels.registry import HAS_TRITON, decline, define_op
-from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8, row_quantise_fp8_reference
+from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8_cuda, row_quantise_fp8_reference
+from quantpolicy.kernels.rows import flat_rows
 from quantpolicy.kernels.scaled_gemm import scaled_gemm
 from quantpolicy.kernels.scaled_mm_probe import scaled_mm
 
@@ -47,8 +48,9 @@ def _linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, floor: float
 ) -> Tensor:
     shape = (*x.shape[:-1], weight.shape[0])
-    codes, scale = row_quantise_fp8(x, floor)
-    rows = codes.view(-1, codes.shape[-1]) if codes.numel() else codes.new_empty((0, x.shape[-1]))
+    quantise = row_quantise_fp8_cuda if x.is_cuda else row_quantise_fp8_reference
+    codes, scale = quantise(x, floor)
+    rows = flat_rows(codes)
     if rows.shape[0] == 0 or rows.shape[1] == 0:
         return x.new_zeros(shape) if bias is None else bias.to(x.dtype).expand(shape).clone()
     if bias is not None and bias.dtype is not x.dtype:

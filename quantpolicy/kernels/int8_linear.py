@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from quantpolicy.kernels.registry import decline, define_op, why_no_triton
-from quantpolicy.kernels.row_quantise_int8 import row_quantise_int8, row_quantise_int8_reference
+from quantpolicy.kernels.row_quantise_int8 import (
+    row_quantise_int8_cuda,
+    row_quantise_int8_reference,
+)
+from quantpolicy.kernels.rows import flat_rows
 from quantpolicy.kernels.scaled_gemm import scaled_gemm
 
 if TYPE_CHECKING:
@@ -58,8 +62,8 @@ def _fake(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) 
 
 
 def _cuda(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-    codes, scale = row_quantise_int8(x)
-    rows = codes.view(-1, codes.shape[-1]) if codes.numel() else codes.new_empty((0, x.shape[-1]))
+    codes, scale = row_quantise_int8_cuda(x)
+    rows = flat_rows(codes)
     reason = why_no_triton(_NAME)
     if not reason:
         out = scaled_gemm(rows, scale, weight, weight_scale, bias, x.dtype)

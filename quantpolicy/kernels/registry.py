@@ -6,6 +6,7 @@ implementation and a fake kernel. What an op computes does not belong here.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -51,8 +52,12 @@ def op_names() -> tuple[str, ...]:
     return tuple(_NAMES)
 
 
+@functools.cache
 def is_disabled(name: str) -> bool:
-    """Return whether ``QUANTPOLICY_DISABLE`` (names joined by commas) switches the kernel off."""
+    """Return whether ``QUANTPOLICY_DISABLE`` (names joined by commas) switches the kernel off.
+
+    The variable is read once a process, at the first call of each op.
+    """
     return name in os.environ.get(DISABLE_VARIABLE, "").replace(" ", "").split(",")
 
 

@@ -45,14 +45,20 @@ def _fake(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), row_scales_like(x)
 
 
-def _cuda(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+def row_quantise_fp8_cuda(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """Quantise rows by the Triton kernel, or by the eager chain where it cannot run."""
     reason = why_no_triton(_NAME)
-    if not reason and torch.cuda.get_device_capability(x.device) < (8, 9):
+    if not reason and not _has_e4m3(x.device):
         reason = "the GPU has no e4m3 conversion"
     if reason:
         decline(_NAME, reason)
         return row_quantise_fp8_reference(x, floor)
     return launch_row_quantise_fp8(x, floor)
+
+
+@functools.cache
+def _has_e4m3(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @functools.cache
@@ -180,6 +186,6 @@ def launch_row_quantise_fp8(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 row_quantise_fp8: Callable[[Tensor, float], tuple[Tensor, Tensor]] = define_op(  # type: ignore[assignment]
     f"{_NAME}(Tensor x, float floor) -> (Tensor, Tensor)",
     cpu=row_quantise_fp8_reference,
-    cuda=_cuda,
+    cuda=row_quantise_fp8_cuda,
     fake=_fake,
 )

@@ -41,7 +41,8 @@ def _fake(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=torch.int8), row_scales_like(x)
 
 
-def _cuda(x: Tensor) -> tuple[Tensor, Tensor]:
+def row_quantise_int8_cuda(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise rows by the Triton kernel, or by the eager chain where it cannot run."""
     reason = why_no_triton(_NAME)
     if reason:
         decline(_NAME, reason)
@@ -141,6 +142,6 @@ def launch_row_quantise_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 row_quantise_int8: Callable[[Tensor], tuple[Tensor, Tensor]] = define_op(  # type: ignore[assignment]
     f"{_NAME}(Tensor x) -> (Tensor, Tensor)",
     cpu=row_quantise_int8_reference,
-    cuda=_cuda,
+    cuda=row_quantise_int8_cuda,
     fake=_fake,
 )

@@ -59,6 +59,12 @@ def _merged_levels(x: Tensor) -> list[tuple[int, int]]:
     return levels
 
 
+def flat_rows(codes: Tensor) -> Tensor:
+    """View contiguous [..., K] codes as [M, K], M = 0 included."""
+    columns = codes.shape[-1]
+    return codes.view(codes.numel() // columns if columns else 0, columns)
+
+
 def row_scales_like(x: Tensor) -> Tensor:
     """Return an uninitialised fp32 tensor with one scale per row of ``x``: [..., 1]."""
     return x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)

@@ -163,6 +163,12 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU."""
+    return torch.cuda.get_device_capability(device)
+
+
 def fits_tma(x: Tensor, weight: Tensor, out: Tensor) -> bool:
     """Return whether base addresses and row strides suit the tensor memory accelerator."""
     return all(
@@ -191,8 +197,10 @@ def scaled_gemm(
     out = x.new_empty((m, n), dtype=dtype)
     if out.numel() == 0:
         return out
-    tma = fits_tma(x, weight, out) and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    tiles = tiles or choose_tiles(m, n, k, processors(x.device), tma=tma)
+    tma = capability(x.device) >= (9, 0) and fits_tma(x, weight, out)
+    tiles = tiles or choose_tiles(
+        m, n, k, processors(x.device), tma=tma, wide_output=out.element_size() > 2
+    )
     if tma:
         _launch_tma(x, x_scale, weight, w_scale, bias, out, tiles)
     else:
@@ -200,18 +208,42 @@ def scaled_gemm(
     return out
 
 
-def choose_tiles(m: int, n: int, k: int, programs: int, *, tma: bool) -> Tiles:
-    """Return the block shape for one GEMM."""
-    del k
+def choose_tiles(
+    m: int, n: int, k: int, programs: int, *, tma: bool, wide_output: bool = False
+) -> Tiles:
+    """Return the block shape for one GEMM.
+
+    Measured on an H200 (bench/results/execution_tiles.json): large tiles when they fill the
+    multiprocessors evenly, small ones with several programs each otherwise.
+
+    Args:
+        programs: multiprocessors of the GPU.
+        tma: whether the tensor memory accelerator moves the tiles.
+        wide_output: whether the output has four bytes a value, which leaves less shared memory.
+    """
     if not tma:
         return Tiles(64, 64, 64, warps=4, stages=3) if m > 16 else Tiles(16, 64, 128, 4, 3)
     if m <= 16:
-        return Tiles(16, 64, 128, warps=4, stages=4)
-    if m <= 64:
-        return Tiles(64, 64, 128, warps=4, stages=4)
-    if -(-m // 128) * -(-n // 256) >= 2 * programs:
-        return Tiles(128, 256, 128, warps=8, stages=3)
-    return Tiles(128, 128, 128, warps=8, stages=4)
+        if k >= 8192 and n <= 4096:
+            return Tiles(16, 32, 256, warps=4, stages=4, per_processor=4)
+        return Tiles(16, 64, 256, warps=4, stages=4, per_processor=3)
+    tiles = -(-m // 128) * -(-n // 256)
+    if tiles / (-(-tiles // programs) * programs) >= 0.7:
+        return _large_tiles(m, k, wide_output=wide_output)
+    small = -(-m // 64) * -(-n // 64)
+    if small <= programs and m <= 128:
+        return Tiles(64, 32, 256, warps=4, stages=4, per_processor=2)
+    if small <= 2 * programs:
+        return Tiles(64, 64, 128, warps=4, stages=6, per_processor=2)
+    return Tiles(64, 64, 128, warps=4, stages=4, per_processor=3)
+
+
+def _large_tiles(m: int, k: int, *, wide_output: bool) -> Tiles:
+    if wide_output:
+        return Tiles(128, 128, 128, warps=8, stages=4, halves=2, flatten=True)
+    if k < 8192 and -(-m // 256) * 2 <= -(-m // 128) * 1.05:
+        return Tiles(256, 128, 128, warps=8, stages=4, halves=2, flatten=True)
+    return Tiles(128, 256, 128, warps=8, stages=4, halves=2, flatten=True)
 
 
 def _launch_tma(

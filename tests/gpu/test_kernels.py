@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from quantpolicy.kernels import fp8_linear as fp8_module
 from quantpolicy.kernels.fp8_linear import fp8_linear, fp8_linear_reference
 from quantpolicy.kernels.int8_linear import (
     int8_linear,
@@ -18,7 +17,7 @@ from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8, row_quantise_fp8_reference
 from quantpolicy.kernels.row_quantise_int8 import row_quantise_int8, row_quantise_int8_reference
 from quantpolicy.kernels.scaled_gemm import Tiles, scaled_gemm
-from quantpolicy.kernels.scaled_mm_probe import Route, Signature, forget_routes, routes, scaled_mm
+from quantpolicy.kernels.scaled_mm_probe import forget_routes, routes, scaled_mm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -145,7 +144,7 @@ def test_int8_gemm_is_exact_before_the_epilogue(m: int, n: int, k: int) -> None:
     assert torch.equal(found, acc.to(torch.float32))
     found = scaled_gemm(x, x_scale, weight, w_scale, bias, torch.bfloat16)
     expected = scaled_reference(acc, x_scale, w_scale, bias, found)
-    torch.testing.assert_close(found, expected, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-6)
     assert not torch.equal(found, expected + 0.02 * expected.abs())
 
 
@@ -241,9 +240,9 @@ def test_unknown_signature_inside_a_capture_needs_no_probe(monkeypatch: pytest.M
     linear = FusedLinear.adopt(torchao_linear("fp8", 3072, 12288, torch.bfloat16))
     x = values((40, 12288), "normal", torch.bfloat16)
     expected = linear(x)
-    scaled_gemm_warm = Signature("cuda:0", 40, 3072, 12288, True, torch.bfloat16)
-    monkeypatch.setitem(fp8_module.scaled_mm.__globals__["_ROUTES"], scaled_gemm_warm, Route.TRITON)
-    linear(x)
+    with monkeypatch.context() as patch:
+        patch.setattr("quantpolicy.kernels.fp8_linear.scaled_mm", lambda *_: None)
+        linear(x)
     forget_routes()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
