@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from quantpolicy.errors import Mismatch, RequestError
@@ -84,14 +85,15 @@ def linear_modules(root: nn.Module) -> tuple[dict[str, nn.Linear], list[Mismatch
     Of several Linears over one weight the first stands for all; see ``linears_by_weight``.
     """
     linears: dict[str, nn.Linear] = {}
-    weights: set[int] = set()
+    weights: dict[int, torch.Tensor] = {}
     mismatches = []
     for raw_name, module in root.named_modules():
         if not isinstance(module, nn.Linear) or is_adapter(raw_name) or is_output_head(raw_name):
             continue
-        if id(module.weight) in weights:
+        weight = module.weight
+        if id(weight) in weights:
             continue
-        weights.add(id(module.weight))
+        weights[id(weight)] = weight
         name = normalise_name(raw_name)
         if name in linears:
             mismatches.append(Mismatch("name_ambiguous", name, "one module", "two modules"))
