@@ -9,15 +9,24 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quantpolicy import overlay, rules
 from quantpolicy.errors import RequestError, RuleTableError
 from quantpolicy.host import Backend, Host, HostClass
 from quantpolicy.json_schema import SCHEMA_FILE, schema_text, write_schema
 from quantpolicy.rule_schema import Effect, RuleFile
-from quantpolicy.rules import RuleTable, find_families_file, is_whole_table, load_rules, load_table
+from quantpolicy.rules import (
+    RuleTable,
+    build_table,
+    find_families_file,
+    is_whole_table,
+    load_rules,
+    load_table,
+)
 from quantpolicy.schemes import Scheme
-from quantpolicy.yaml_source import Plain, read_yaml
+from quantpolicy.yaml_source import Plain, parse_yaml, read_yaml
 
 TABLE = """\
 version: 1
@@ -639,3 +648,52 @@ def test_yaml_1_1_readers_differ_in_short_exponents_and_dates_only() -> None:
 def test_the_schema_survives_a_round_trip() -> None:
     body = load_rules().file.model_dump(mode="json")
     assert RuleFile.model_validate_json(json.dumps(body)) == load_rules().file
+
+
+JUNK = st.sampled_from(
+    ["", "x", "1", "-1", "1e999", "true", "~", "[]", "{}", "[[1]]", "{a: 1}", "{override: true}"]
+)
+LINES = TABLE.splitlines()
+
+
+@st.composite
+def mutated_tables(draw: st.DrawFn) -> str:
+    """Replace, drop or repeat a few lines or values of the table."""
+    lines = list(LINES)
+    for _ in range(draw(st.integers(1, 4))):
+        index = draw(st.integers(0, len(lines) - 1))
+        key, colon, _ = lines[index].partition(": ")
+        value = draw(JUNK)
+        other = draw(st.integers(0, len(lines) - 1))
+        lines[index] = draw(st.sampled_from([key + colon + value, "", lines[other], value]))
+    return "\n".join(lines)
+
+
+@settings(max_examples=400)
+@given(mutated_tables())
+def test_a_mutated_table_is_read_or_refused_with_the_one_error(text: str) -> None:
+    try:
+        found = build_table(parse_yaml(text, name="t.yaml"), ())
+    except RuleTableError as error:
+        assert error.where.startswith("t.yaml:")  # noqa: PT017
+        assert error.remedy  # noqa: PT017
+    else:
+        assert len(found.digest) == 64
+
+
+@settings(max_examples=400)
+@given(mutated_tables(), st.booleans())
+def test_a_mutated_overlay_is_merged_or_refused_with_the_one_error(
+    text: str, overrides: bool
+) -> None:
+    base = parse_yaml(TABLE, name="t.yaml")
+    if overrides:
+        text = "override: [min_features, ladders, schemes]\n" + text.replace(
+            "effect: deny,", "effect: deny, override: true,"
+        )
+    try:
+        found = build_table(base, [parse_yaml(text, name="o.yaml")])
+    except RuleTableError as error:
+        assert error.where.startswith(("o.yaml:", "t.yaml:"))  # noqa: PT017
+    else:
+        assert len(found.digest) == 64
