@@ -19,7 +19,6 @@ from quantpolicy.errors import QuantPolicyError
 if TYPE_CHECKING:
     import typer
 
-EXIT_USAGE = 2
 EXIT_PIPE = 1
 EXIT_INTERRUPTED = 130
 COLLECT_EVERY = 100_000
@@ -95,7 +94,7 @@ def print_text(text: str) -> None:
 
 def print_json(value: object) -> None:
     """Write plain values to stdout as JSON."""
-    print_text(json.dumps(value, indent=2, ensure_ascii=False))
+    print_text(json.dumps(value, indent=2))
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:

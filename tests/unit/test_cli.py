@@ -1,0 +1,492 @@
+"""The command line: exit codes, JSON, one-sentence errors, and no torch where none is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quantpolicy import cli, cli_options, console, doctor
+from quantpolicy.cli import main
+from quantpolicy.cli_tables import SHOWN_SCHEMES, denials
+from quantpolicy.host import GemmLimit, Host
+from quantpolicy.request import Request
+from quantpolicy.rules import load_rules
+from quantpolicy.schemes import Scheme
+
+RUN = "import sys; from quantpolicy.cli import main; sys.exit(main())"
+
+OVERLAY = """
+version: 1
+families:
+  z-image:
+    rules:
+      - {id: mine.deny.fp8, schemes: [fp8], effect: deny, because: not_validated}
+"""
+
+
+@pytest.fixture
+def overlay(tmp_path: Path) -> str:
+    path = tmp_path / "mine.yaml"
+    path.write_text(OVERLAY)
+    return str(path)
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", RUN, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+
+
+def resolved(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    assert main(["resolve", *arguments, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    values: dict[str, object] = json.loads(out)
+    return values
+
+
+def test_resolve_writes_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    from quantpolicy import QuantPlan, resolve
+
+    assert main(["resolve", "ltx-2", "--host", "h200", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert QuantPlan.from_json(out) == resolve("ltx-2", host=Host.load("h200"), request=Request())
+    layers = json.loads(out)["components"]["transformer"]
+    assert len(layers["layers"]) + len(layers["kept"]) == 1370
+
+
+def test_resolve_explains_to_a_person(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resolve", "ltx-2", "--host", "h200"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.startswith("ltx-2 on h200")
+    assert "first_accepted" in out
+    assert "\x1b" not in out
+
+
+def test_every_request_field_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = {
+        "speed": ("eager", "eager"),
+        "quality": ("high", "high"),
+        "transformer": ("int8", "int8"),
+        "text-encoder": ("dense", "dense"),
+        "vae": ("dense", "dense"),
+        "execution": ("torchao", "torchao"),
+        "memory-gib": ("100.5", int(100.5 * 2**30)),
+        "resolution": ("1280x704", "1280x704"),
+        "frames": ("121", 121),
+        "min-features": ("256", 256),
+        "confidence": ("measured", "measured"),
+        "lift": ("wan.deny.nvfp4", ["wan.deny.nvfp4"]),
+    }
+    fields = {"memory_bytes" if f == "memory-gib" else f.replace("-", "_") for f in flags}
+    assert fields == set(Request.model_fields)
+    arguments = [part for name, (text, _) in flags.items() for part in (f"--{name}", text)]
+    plan = resolved(capsys, "wan2.2-ti2v-5b", "--host", "h200", *arguments)
+    request = plan["request"]
+    assert isinstance(request, dict)
+    expected = {
+        "memory_bytes" if name == "memory-gib" else name.replace("-", "_"): value
+        for name, (_, value) in flags.items()
+    }
+    assert request == expected
+
+
+def test_repeatable_flags(capsys: pytest.CaptureFixture[str], overlay: str) -> None:
+    both = ("--lift", "mine.deny.fp8", "--lift", "mine.deny.fp8")
+    plan = resolved(capsys, "z-image", "--host", "h200", "--rules", overlay, *both)
+    assert plan["lifted"] == ["mine.deny.fp8"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        (("--resolution", "12"), "--resolution"),
+        (("--resolution", "1280X720"), "--resolution"),
+        (("--frames", "0"), "--frames"),
+        (("--min-features", "0"), "--min-features"),
+        (("--memory-gib", "0"), "--memory-gib"),
+        (("--memory-gib", "-3"), "--memory-gib"),
+        (("--memory-gib", "nan"), "--memory-gib"),
+        (("--memory-gib", "inf"), "--memory-gib"),
+        (("--host", "h201"), "host 'h201'"),
+        (("--lift", "no.such.rule"), "no.such.rule"),
+        (("--rules", "missing.yaml"), "missing.yaml"),
+    ],
+)
+def test_bad_values_are_one_sentence(
+    arguments: tuple[str, ...], where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = () if "--host" in arguments else ("--host", "h200")
+    assert main(["resolve", "ltx-2", *host, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert where in err
+    assert err.count("\n") == 1
+    assert main(["resolve", "ltx-2", *host, *arguments, "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert err == ""
+    error = json.loads(out)
+    assert error["exit_code"] == 2
+    assert error["remedy"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("resolve",),
+        ("resolve", "ltx-2", "--speed", "fast"),
+        ("resolve", "ltx-2", "--frames", "many"),
+        ("resolve", "ltx-2", "--no-such-flag"),
+        ("no-such-command",),
+        ("--no-such-flag",),
+    ],
+)
+def test_usage_errors(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Usage: quantpolicy" in err
+    assert "Error: " in err
+    assert "Traceback" not in err
+
+
+def test_denied_request_exits_1_with_its_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["resolve", "hunyuanvideo-1.5", "--host", "b200", "--transformer", "fp8"]
+    assert main(arguments) == 1
+    assert "fp8" in capsys.readouterr().err
+    assert main([*arguments, "--json"]) == 1
+    error = json.loads(capsys.readouterr().out)
+    assert error["error"] == "DeniedError"
+    assert error["rule"] in load_rules().rule_ids()
+    assert error["evidence"]
+    assert [item["accepted"] for item in error["decisions"] if item["candidate"] == "fp8"] == [
+        False
+    ]
+
+
+def test_unknown_model_names_near_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resolve", "ltx2", "--host", "h200"]) == 2
+    assert "near: ltx-2" in capsys.readouterr().err
+
+
+def test_corrupt_weights_exit_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
+    weights = tmp_path / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(struct.pack("<Q", 99) + b"{}")
+    assert main(["resolve", str(tmp_path), "--host", "h200", "--json"]) == 3
+    error = json.loads(capsys.readouterr().out)
+    assert [item["code"] for item in error["mismatches"]] == ["truncated"]
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resolve", "nothing", "--host", "h200", "--debug"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.rstrip().splitlines()[-1].startswith("error: model 'nothing'")
+
+
+def test_host_file_and_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    examination = json.loads(capsys.readouterr().out)
+    file = tmp_path / "here.json"
+    file.write_text(json.dumps(examination["host"]))
+    assert Host.load(file) == Host.detect()
+    from_file = resolved(capsys, "z-image", "--host", str(file))
+    assert from_file == resolved(capsys, "z-image")
+
+
+def test_doctor_judges_the_installed_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "presets: b200, h200" in out
+    examination = doctor.examine()
+    packages = examination["packages"]
+    assert isinstance(packages, dict)
+    assert {name: facts["verdict"] for name, facts in packages.items()} == dict.fromkeys(
+        doctor.TESTED, "ok"
+    )
+
+
+def test_doctor_knows_the_ranges_of_pyproject() -> None:
+    import tomllib
+
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    declared = {}
+    for requirement in project["optional-dependencies"]["runtime"]:
+        name, limits = re.fullmatch(r"([\w-]+)(.*)", requirement).groups()  # type: ignore[union-attr]
+        if limits:
+            least, _, too_new = limits.removeprefix(">=").partition(",<")
+            declared[name] = (least, too_new)
+    assert declared == doctor.TESTED
+
+
+@pytest.mark.parametrize(
+    ("package", "found", "verdict"),
+    [
+        ("torchao", "0.18.0", "ok"),
+        ("torchao", "0.17.9", "too old"),
+        ("torchao", "0.19.0.dev1", "too new"),
+        ("torch", "2.9.1+cu128", "too old"),
+        ("torch", "2.13.0+cpu", "ok"),
+        ("torch", "", "missing"),
+    ],
+)
+def test_judge_version(package: str, found: str, verdict: str) -> None:
+    assert doctor.judge_version(package, found) == verdict
+
+
+def test_gemm_limits_say_what_the_table_says() -> None:
+    from quantpolicy.measure.gemm_limits import limits_from_table
+
+    widths = (4096, 12288)
+    int8 = {(width, bias): 17 for width in widths for bias in (False, True)}
+    assert limits_from_table(Scheme.INT8, int8) == [GemmLimit(scheme=Scheme.INT8, min_rows=17)]
+    fp8 = {(width, bias): 42 if (width, bias) == (12288, True) else 1 for width, bias in int8}
+    assert limits_from_table(Scheme.FP8, fp8) == [
+        GemmLimit(scheme=Scheme.FP8, min_rows=42, min_in_features=12288, bias_only=True)
+    ]
+    assert limits_from_table(Scheme.FP8, dict.fromkeys(int8, 1)) == []
+
+
+def test_gemm_limits_of_a_cpu() -> None:
+    assert doctor.probe_gemm_limits(Host.load("cpu")) == ()
+
+
+def test_families_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["families", "--json"]) == 0
+    families = {item["name"]: item for item in json.loads(capsys.readouterr().out)}
+    assert list(families) == list(load_rules().families)
+    wan = families["wan2.2-ti2v-5b"]
+    assert wan["class_name"] == "WanTransformer3DModel"
+    assert wan["schemes"]["fp8"]["evidence"]
+    assert wan["schemes"]["nvfp4"]["allowed"] is False
+    assert load_rules().rule(wan["schemes"]["nvfp4"]["rule"]).effect.value == "deny"
+    assert families["ltx-2"]["schemes"]["nvfp4"] == {
+        "allowed": True,
+        "automatic": False,
+        "rule": "",
+        "evidence": [],
+    }
+
+
+def test_families_denied_and_lifted_by_the_floor() -> None:
+    rules = load_rules()
+    shown = {
+        family: {scheme.value for scheme in denials(rules, family) if scheme in SHOWN_SCHEMES}
+        for family in ("hunyuanvideo-1.5", "qwen-image", "wan2.2-ti2v-5b", "ltx-2")
+    }
+    assert shown == {
+        "hunyuanvideo-1.5": {"fp8", "mxfp8", "nvfp4"},
+        "qwen-image": {"mxfp8", "nvfp4"},
+        "wan2.2-ti2v-5b": {"mxfp8", "nvfp4"},
+        "ltx-2": set(),
+    }
+
+
+def test_families_as_markdown_and_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["families", "--markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| family | class | int8 | fp8 | mxfp8 | nvfp4 |"
+    assert len(lines) == 2 + len(load_rules().families)
+    assert all(line.count("|") == 7 for line in lines)
+    assert main(["families"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(
+        r"^hunyuanvideo-1\.5 +HunyuanVideo15Transformer3DModel +measured +denied +denied +denied$",
+        text,
+        re.MULTILINE,
+    )
+
+
+def test_families_with_an_overlay(overlay: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["families", "--json", "--rules", overlay]) == 0
+    families = {item["name"]: item for item in json.loads(capsys.readouterr().out)}
+    assert families["z-image"]["schemes"]["fp8"]["rule"] == "mine.deny.fp8"
+
+
+def test_lint_of_a_broken_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text("version: 1\nrules:\n  - {id: x.y, schemes: [fp9], effect: deny}\n")
+    assert main(["lint", str(path), "--json"]) == 1
+    findings = json.loads(capsys.readouterr().out)
+    assert {item["code"] for item in findings} == {"schema"}
+    assert main(["lint", str(path)]) == 1
+    assert "broken.yaml:3" in capsys.readouterr().out
+
+
+def test_findings_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
+    from quantpolicy.cli_tables import print_findings
+    from quantpolicy.lint import LintFinding, Severity
+
+    print_findings([], as_json=False)
+    assert capsys.readouterr().out == "nothing to repair\n"
+    finding = LintFinding(severity=Severity.ERROR, code="expect", where="f.yaml:3", message="bad")
+    print_findings([finding], as_json=False)
+    assert capsys.readouterr().out.splitlines() == [
+        "severity  check   where     what",
+        "error     expect  f.yaml:3  bad",
+    ]
+
+
+def test_probe_gives_the_rows_that_ship(capsys: pytest.CaptureFixture[str]) -> None:
+    from quantpolicy.inventory.shipped import load_inventory
+
+    assert main(["probe", "z-image", "--json"]) == 0
+    probed = json.loads(capsys.readouterr().out)["transformer"]["linears"]
+    shipped = [linear.model_dump(mode="json") for linear in load_inventory("z-image").linears]
+    assert probed == shipped
+
+
+def test_probe_needs_a_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"_class_name": "PixArtTransformer2DModel", "num_layers": 1}')
+    assert main(["probe", str(path)]) == 2
+    assert "family generic declares no inputs" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"quantpolicy (\d+\.\d+.*|unknown)\n", capsys.readouterr().out)
+
+
+def test_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(self: cli_options.RequestOptions) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_options.RequestOptions, "load", interrupt)
+    assert main(["resolve", "ltx-2", "--host", "h200"]) == 130
+
+
+@pytest.mark.parametrize("arguments", [("resolve", "ltx-2", "--host", "h200"), ("--version",)])
+def test_closed_pipe_is_quiet(arguments: tuple[str, ...]) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", f"import time; time.sleep(0.2); {RUN}", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == console.EXIT_PIPE
+
+
+def test_callers_collector_is_left_alone() -> None:
+    import gc
+
+    before = gc.get_threshold()
+    main(["families", "--json"])
+    assert gc.get_threshold() == before
+
+
+PROOF = """
+import sys
+from quantpolicy.cli import main
+assert main(sys.argv[1:]) == 0
+found = {"torch", "rich", "diffusers", "transformers", "huggingface_hub"} & set(sys.modules)
+assert not found, found
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("resolve", "ltx-2", "--host", "h200", "--json"),
+        ("resolve", "wan2.2-t2v-a14b", "--host", "rtx4090"),
+        ("families", "--json"),
+        ("families",),
+        ("resolve", "--help"),
+        ("--version",),
+    ],
+)
+def test_commands_that_need_neither_torch_nor_rich(arguments: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROOF, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+def test_this_machine_without_torch_is_a_request_error() -> None:
+    blocked = "import sys; sys.modules['torch'] = None; " + RUN
+    done = subprocess.run(
+        [sys.executable, "-c", blocked, "resolve", "ltx-2"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --host: this machine cannot be detected")
+    assert "quantpolicy[runtime]" in done.stderr
+    examined = subprocess.run(
+        [sys.executable, "-c", blocked, "doctor", "--json"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    values = json.loads(examined.stdout)
+    assert values["host"] is None
+    assert "cannot be detected" in values["host_missing"]
+
+
+def test_names_that_are_not_text_are_escaped(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, "resolve", b"/nowhere/\xff", "--host", "h200", "--json"],
+        check=False,
+        capture_output=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["where"] == "/nowhere/\udcff"
+    assert done.stderr == b""
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert [
+        name for name in ("families", "resolve", "lint", "doctor", "probe") if name not in out
+    ] == []
+    assert main([]) == 2
+    assert "Usage: quantpolicy" in "".join(capsys.readouterr())
+
+
+def test_drawn_table_honours_no_color(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    console.print_table(["a", "b"], [["[red]x[/red]", "y"]])
+    out = capsys.readouterr().out
+    assert "\x1b[3" not in out
+    assert "[red]x[/red]" in out
+
+
+def test_app_is_what_main_runs() -> None:
+    from typer.testing import CliRunner
+
+    result = CliRunner().invoke(cli.app, ["families", "--json"])
+    assert result.exit_code == 0
+    assert len(json.loads(result.stdout)) == len(load_rules().families)
