@@ -36,14 +36,17 @@ def measure_gemm_limits(host: Host) -> tuple[GemmLimit, ...]:
 
 
 def limits_from_table(scheme: Scheme, fewest: dict[tuple[int, bool], int]) -> Sequence[GemmLimit]:
-    """Return the limits that say what a table of fewest rows by (in_features, has_bias) says."""
+    """Return the limits that say what a table of fewest rows by (in_features, has_bias) says.
+
+    A shape that failed at every count tried has no limit: the device does not run the scheme there.
+    """
     limits: list[GemmLimit] = []
     widths = sorted({in_features for in_features, _ in fewest})
     for has_bias in (False, True):
         for in_features in widths:
             rows = fewest[in_features, has_bias]
             known = [limit for limit in limits if limit.applies(scheme, in_features, has_bias)]
-            if rows > max((limit.min_rows for limit in known), default=1):
+            if MOST_ROWS >= rows > max((limit.min_rows for limit in known), default=1):
                 limits.append(
                     GemmLimit(
                         scheme=scheme,

@@ -251,7 +251,7 @@ def test_judge_version(package: str, found: str, verdict: str) -> None:
 
 
 def test_gemm_limits_say_what_the_table_says() -> None:
-    from quantpolicy.measure.gemm_limits import limits_from_table
+    from quantpolicy.measure.gemm_limits import MOST_ROWS, limits_from_table
 
     widths = (4096, 12288)
     int8 = {(width, bias): 17 for width in widths for bias in (False, True)}
@@ -261,6 +261,7 @@ def test_gemm_limits_say_what_the_table_says() -> None:
         GemmLimit(scheme=Scheme.FP8, min_rows=42, min_in_features=12288, bias_only=True)
     ]
     assert limits_from_table(Scheme.FP8, dict.fromkeys(int8, 1)) == []
+    assert limits_from_table(Scheme.FP8, dict.fromkeys(int8, MOST_ROWS + 1)) == []
 
 
 def test_gemm_limits_of_a_cpu() -> None:
