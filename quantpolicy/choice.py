@@ -95,7 +95,7 @@ def _choose_auto(case: Case, contenders: list[Contender]) -> dict[str, Outcome]:
     dense = contenders[-1]
     sound = [entry for entry in contenders[:-1] if entry.scheme not in rejected]
     demoted = _demotions(case, contenders, sound)
-    chosen, notes = _pick(case, sound, dense, demoted)
+    chosen, notes = _pick(sound, dense, demoted)
     for entry in contenders:
         if entry.scheme not in rejected:
             rejected[entry.scheme] = _why_not(case, entry, chosen, demoted)
@@ -105,7 +105,7 @@ def _choose_auto(case: Case, contenders: list[Contender]) -> dict[str, Outcome]:
 
 
 def _pick(
-    case: Case, sound: list[Contender], dense: Contender, demoted: Reasons
+    sound: list[Contender], dense: Contender, demoted: Reasons
 ) -> tuple[Contender, tuple[str, ...]]:
     """Return the choice of auto and what must be said about it."""
     for entry in sound:
