@@ -10,16 +10,19 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quantpolicy.errors import RequestError, RuleTableError
 from quantpolicy.host import Host
-from quantpolicy.overlay import Places, merge_overlay
 from quantpolicy.record import sha256_of
 from quantpolicy.rule_checks import GENERIC, check_table, family_rules, iterate_rules
 from quantpolicy.rule_errors import raise_all, validate_source
 from quantpolicy.rule_schema import EvidenceRecord, FamilySpec, Rule, RuleFile, SchemePolicy
 from quantpolicy.schemes import Scheme
 from quantpolicy.yaml_source import YamlPath, YamlSource, read_yaml
+
+if TYPE_CHECKING:
+    from quantpolicy.overlay import Places
 
 ENTRY_POINT_GROUP = "quantpolicy.rules"
 TABLE_NAME = "families.yaml"
@@ -162,6 +165,8 @@ def build_table(base: YamlSource, overlays: Iterable[YamlSource]) -> RuleTable:
     raise_all(_collect_places(file, base, places))
     sources = [base]
     for source in overlays:
+        from quantpolicy.overlay import merge_overlay
+
         _check_switches(source)
         file = merge_overlay(file, source, places)
         sources.append(source)
