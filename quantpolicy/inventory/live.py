@@ -178,10 +178,10 @@ def inventory_from_config(
 
 def build_on_meta(class_name: str, config: Mapping[str, object]) -> nn.Module:
     """Return a diffusers model without weights; see ``inventory_from_config``."""
-    model_class = _model_class(class_name)
+    found = model_class(class_name)
     try:
         with torch.device("meta"):
-            module: nn.Module = model_class.from_config(dict(config))  # type: ignore[attr-defined]
+            module: nn.Module = found.from_config(dict(config))  # type: ignore[attr-defined]
     except (TypeError, ValueError, KeyError, RuntimeError, AttributeError, IndexError) as error:
         raise RequestError(
             f"{class_name} configuration",
@@ -191,7 +191,8 @@ def build_on_meta(class_name: str, config: Mapping[str, object]) -> nn.Module:
     return module
 
 
-def _model_class(class_name: str) -> type[nn.Module]:
+def model_class(class_name: str) -> type[nn.Module]:
+    """Return a model class of diffusers; see ``inventory_from_config``."""
     try:
         import diffusers
     except ImportError as error:

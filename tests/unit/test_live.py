@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -215,23 +217,26 @@ def test_config_that_the_class_refuses() -> None:
         inventory_from_config("WanTransformer3DModel", {"num_layers": "many"})
 
 
-def test_class_defaults_are_those_of_the_installed_classes() -> None:
-    import inspect
-    import json
+def test_class_defaults_are_those_of_the_installed_classes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from quantpolicy.measure.class_defaults import main, read_class_defaults
 
-    import diffusers
+    assert main(["--check"]) == 0
+    assert capsys.readouterr().out == "class defaults are up to date\n"
+    assert read_class_defaults("WanTransformer3DModel")["patch_size"] == [1, 2, 2]
 
+
+def test_outdated_class_defaults_are_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from quantpolicy.family_match import DEFAULTS_FILE
-    from quantpolicy.rules import load_rules
+    from quantpolicy.measure import class_defaults
 
-    shipped = json.loads(DEFAULTS_FILE.read_bytes())
-    classes = {spec.recognise.class_name for spec in load_rules().families.values()}
-    assert set(shipped) == classes
-    for name in classes:
-        parameters = inspect.signature(getattr(diffusers, name).__init__).parameters
-        defaults = {
-            key: value.default
-            for key, value in parameters.items()
-            if value.default is not inspect.Parameter.empty
-        }
-        assert shipped[name] == json.loads(json.dumps(defaults)), name
+    copy = tmp_path / "defaults.json"
+    copy.write_text("{}")
+    monkeypatch.setattr(class_defaults, "DEFAULTS_FILE", copy)
+    assert class_defaults.main(["--check"]) == 1
+    assert copy.read_text() == "{}"
+    assert class_defaults.main([]) == 0
+    assert copy.read_bytes() == DEFAULTS_FILE.read_bytes()
