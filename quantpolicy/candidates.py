@@ -151,10 +151,10 @@ def assess(case: Case, name: str, scheme: Scheme) -> Assessment:
     )
 
 
-def describe_rule(case: Case, rule: Rule) -> str:
-    """Return a rule's id, place and evidence, for a sentence."""
+def describe_rule(rule: Rule) -> str:
+    """Return a rule's id, cause and evidence; its line is left out, so that a plan is pure."""
     evidence = f"; evidence {', '.join(rule.evidence)}" if rule.evidence else ""
-    return f"{rule.id} ({case.rules.origin(rule.id)}, {rule.because}{evidence})"
+    return f"{rule.id} ({rule.because}{evidence})"
 
 
 def host_refusal(scheme: Scheme, policy: SchemePolicy, host: Host) -> str:
@@ -209,7 +209,7 @@ def _refuse(
     component = case.target.components[name]
     denials = rules_in_force(case.rules_of(name), Effect.DENY, scheme, policy, case.request.lift)
     for rule in denials:
-        detail = f"denied by rule {describe_rule(case, rule)}"
+        detail = f"denied by rule {describe_rule(rule)}"
         return Refusal(rule.because, detail, rule.id, rule.evidence)
     if scheme not in OFFERED[component.kind]:
         detail = f"{scheme} is not offered for {name}"

@@ -170,7 +170,7 @@ def _memory_lever(case: Case, first: Contender, scheme: Scheme) -> Reason | None
         ):
             detail = (
                 f"{first.scheme} is denied, so {scheme} would only save memory: "
-                f"rule {describe_rule(case, rule)}"
+                f"rule {describe_rule(rule)}"
             )
             return Reason(rule.because, detail, rule.id)
     return None

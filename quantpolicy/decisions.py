@@ -123,10 +123,13 @@ def denial(
         for scheme in OFFERED[component.kind]
         if all(assess(case, name, scheme).refusal is None for name in names)
     ]
-    lift = f", or lift the rule with --lift {refusal.rule}" if refusal.rule else ""
+    lift = stands = ""
+    if refusal.rule:
+        lift = f", or lift the rule with --lift {refusal.rule}"
+        stands = f", which stands at {case.rules.origin(refusal.rule)}"
     return DeniedError(
         f"{case.target.family} {name} on {case.host.name}",
-        f"{chosen.scheme} was asked for: {refusal.detail}",
+        f"{chosen.scheme} was asked for: {refusal.detail}{stands}",
         allowed="what would run here: " + ", ".join(runs),
         remedy=f"give {flag} one of these{lift}",
         decisions=[

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from by_hand import (
     component,
@@ -10,7 +12,7 @@ from by_hand import (
     target,
 )
 
-from quantpolicy import RequestError
+from quantpolicy import Host, Request, RequestError, load_rules, resolve
 from quantpolicy.detect import host_from_facts
 from quantpolicy.errors import DeniedError
 from quantpolicy.host import Backend
@@ -184,3 +186,23 @@ def test_a_component_of_known_size_only_cannot_be_quantised() -> None:
 def test_a_scheme_for_a_component_that_is_not_there_is_an_error() -> None:
     with pytest.raises(RequestError, match="there is none; components: transformer"):
         plan_of(target(), vae="layerwise_fp8")
+
+
+def test_resolve_does_not_depend_on_where_a_rule_stands(tmp_path: Path) -> None:
+    overlay = """
+families:
+  ltx-2:
+    rules:
+      - {id: mine.deny.fp8, schemes: [fp8], effect: deny, because: not_validated}
+"""
+    (tmp_path / "a.yaml").write_text(overlay)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "b.yaml").write_text("# one line more\n" + overlay)
+    plans = [
+        resolve(
+            "ltx-2", host=Host.load("h200"), request=Request(), rules=load_rules(tmp_path / name)
+        ).to_json()
+        for name in ("a.yaml", "elsewhere/b.yaml")
+    ]
+    assert "mine.deny.fp8" in plans[0]
+    assert plans[0] == plans[1]
