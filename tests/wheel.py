@@ -43,9 +43,7 @@ def main() -> None:
         if not Path(found).is_relative_to(scratch.resolve()):
             raise SystemExit(f"the wheel reads {found}, which is outside its environment")
         command = scratch / "clean" / "bin" / "quantpolicy"
-        plan = json.loads(
-            run(command, "resolve", "ltx-2", "--host", "h200", "--json", cwd=scratch)
-        )
+        plan = json.loads(run(command, "resolve", "ltx-2", "--host", "h200", "--json", cwd=scratch))
         scheme = plan["components"]["transformer"]["scheme"]
         if scheme != "fp8":
             raise SystemExit(f"the wheel resolves ltx-2 on an h200 to {scheme}, not to fp8")
