@@ -63,8 +63,20 @@ def read_pipeline_index(path: Path) -> PipelineIndex:
         if not isinstance(value, list):
             settings[name] = value
         elif class_name := _entry_class(path, name, value):
+            _check_name(path, name)
             classes[name] = class_name
     return PipelineIndex(class_name_of(values, path), classes, settings, repo_of(values))
+
+
+def _check_name(path: Path, name: str) -> None:
+    """Refuse a component whose name leads out of the pipeline's folder."""
+    if not name.isidentifier():
+        raise RequestError(
+            f"{path} {name!r}",
+            "no name for a component",
+            allowed="letters, digits and underscores",
+            remedy="restore the file as it was published",
+        )
 
 
 def _entry_class(path: Path, name: str, value: list[object]) -> str:

@@ -510,6 +510,10 @@ def _number_entry(folder: Path, index: dict[str, object]) -> None:
     index["vae"] = ["diffusers", 3]
 
 
+def _name_outside(folder: Path, index: dict[str, object]) -> None:
+    index["../vae"] = index.pop("vae")
+
+
 def _no_class(folder: Path, index: dict[str, object]) -> None:
     del index["_class_name"]
 
@@ -524,6 +528,7 @@ def _no_denoiser(folder: Path, index: dict[str, object]) -> None:
         (_without_folder, r"model_index\.json names 'vae', but there is no such folder"),
         (_malformed_entry, r"malformed entry \['diffusers'\]"),
         (_number_entry, r"malformed entry \['diffusers', 3\]"),
+        (_name_outside, r"'\.\./vae': no name for a component"),
         (_no_class, "names no class"),
         (_no_denoiser, "ZImagePipeline has no denoiser"),
     ],
