@@ -1,0 +1,32 @@
+"""The documentation says what the table and the resolver say."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+REGENERATE = "run `python docs/generate.py` and review the difference"
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_readme_sections_are_current(generate: ModuleType) -> None:
+    text = generate.README.read_text(encoding="utf-8")
+    assert generate.render_readme(text).splitlines() == text.splitlines(), REGENERATE
+
+
+def test_plan_matrix_is_current(generate: ModuleType) -> None:
+    text = generate.MATRIX.read_text(encoding="utf-8")
+    assert generate.render_matrix().splitlines() == text.splitlines(), REGENERATE
