@@ -1,24 +1,26 @@
 """Row-wise int8 and fp8 weights by hand, a few rows at a time, bit for bit what torchao makes.
 
 The row maximum is taken on sign-cleared bit patterns as integers: finite floats order like their
-patterns. Every step works on at most ``STEP_VALUES`` values, which torch runs on the calling thread
-in cache and without its thread pool. Files, names and layouts do not belong here.
+patterns. Steps stay in cache and on the calling thread: numpy has no thread pool, and torch leaves
+its own alone for at most ``TORCH_VALUES`` values. Files, names and layouts do not belong here.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from quantpolicy.runtime.weights import WEIGHT_FLOOR
 from quantpolicy.schemes import Scheme
 
 ROW_SCHEMES = frozenset({Scheme.INT8, Scheme.FP8})
-STEP_VALUES = 32768
+STEP_VALUES = 1 << 18
+TORCH_VALUES = 1 << 15
 
 _PATTERNS = {
-    torch.bfloat16: (torch.int16, 0x7FFF, 0x7F80),
-    torch.float16: (torch.int16, 0x7FFF, 0x7C00),
-    torch.float32: (torch.int32, 0x7FFFFFFF, 0x7F800000),
+    torch.bfloat16: (np.uint16, torch.int16, 0x7FFF, 0x7F80),
+    torch.float16: (np.uint16, torch.int16, 0x7FFF, 0x7C00),
+    torch.float32: (np.uint32, torch.int32, 0x7FFFFFFF, 0x7F800000),
 }
 _INT8_MIN, _INT8_MAX = -128, 127
 _INT8_HALF_RANGE = float(_INT8_MAX - _INT8_MIN) / 2
@@ -41,10 +43,10 @@ class RowQuantiser:
     def __init__(self, scheme: Scheme, dtype: torch.dtype, data_dtype: torch.dtype) -> None:
         if scheme not in ROW_SCHEMES:
             raise ValueError(f"{scheme} is not a row-wise scheme")
-        self._pattern_dtype, self._magnitude, self._first_non_finite = _PATTERNS[dtype]
+        self._numpy_dtype, self._torch_dtype, self._magnitude, self._non_finite = _PATTERNS[dtype]
         self._is_int8 = scheme is Scheme.INT8
         self._largest = _INT8_MAX if self._is_int8 else torch.finfo(data_dtype).max
-        self._patterns = torch.empty(0, dtype=self._pattern_dtype)
+        self._patterns = np.empty(0, dtype=self._numpy_dtype)
         self._values = torch.empty(0, dtype=torch.float32)
 
     def quantise(self, rows: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:
@@ -59,32 +61,36 @@ class RowQuantiser:
         if features == 0:
             raise ValueError("rows of no features have no maximum")
         step = max(1, STEP_VALUES // features)
-        self._reserve(min(step, count) * features)
+        if self._values.numel() < min(step, count) * features:
+            self._patterns = np.empty(min(step, count) * features, dtype=self._numpy_dtype)
+            self._values = torch.empty(min(step, count) * features, dtype=torch.float32)
         for first in range(0, count, step):
             last = min(first + step, count)
             self._step(rows[first:last], data[first:last], scale[first:last])
 
-    def _reserve(self, values: int) -> None:
-        if self._values.numel() < values:
-            self._patterns = torch.empty(values, dtype=self._pattern_dtype)
-            self._values = torch.empty(values, dtype=torch.float32)
-
     def _step(self, rows: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:
         amax = self._row_maximum(rows)
-        values = self._values[: rows.numel()].view_as(rows)
-        values.copy_(rows)
+        flat = self._values[: rows.numel()]
+        pieces = flat.split(TORCH_VALUES)
+        for piece, source in zip(pieces, rows.view(-1).split(TORCH_VALUES), strict=True):
+            piece.copy_(source)
+        values = flat.view_as(rows).numpy()
         if self._is_int8:
             scale.copy_(torch.clamp(amax / _INT8_HALF_RANGE, min=_INT8_LEAST_SCALE))
-            values.mul_(1.0 / scale).round_().clamp_(_INT8_MIN, _INT8_MAX)
+            np.multiply(values, (1.0 / scale).numpy(), out=values)
+            np.rint(values, out=values)
         else:
             scale.copy_(torch.clamp(amax, min=WEIGHT_FLOOR) / self._largest)
-            values.div_(scale).clamp_(-self._largest, self._largest)
-        data.copy_(values)
+            np.divide(values, scale.numpy(), out=values)
+        least = _INT8_MIN if self._is_int8 else -self._largest
+        for piece, target in zip(pieces, data.view(-1).split(TORCH_VALUES), strict=True):
+            target.copy_(piece.clamp_(least, self._largest))
 
     def _row_maximum(self, rows: torch.Tensor) -> torch.Tensor:
-        patterns = self._patterns[: rows.numel()].view_as(rows)
-        torch.bitwise_and(rows.view(self._pattern_dtype), self._magnitude, out=patterns)
-        amax = torch.amax(patterns, dim=1, keepdim=True)
-        if int(amax.max()) >= self._first_non_finite:
+        patterns = self._patterns[: rows.numel()].reshape(rows.shape)
+        source = rows.view(self._torch_dtype).numpy().view(self._numpy_dtype)
+        np.bitwise_and(source, self._magnitude, out=patterns)
+        amax = np.maximum.reduce(patterns, axis=1, keepdims=True)
+        if amax.max() >= self._non_finite:
             raise NonFiniteError
-        return amax.view(rows.dtype)
+        return torch.from_numpy(amax.view(amax.dtype.str.replace("u", "i"))).view(rows.dtype)
