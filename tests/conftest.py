@@ -126,13 +126,15 @@ def component_plan() -> Callable[..., ComponentPlan]:
 def quant_plan() -> Callable[..., QuantPlan]:
     """Return a function that makes a plan of component plans given by name."""
 
-    def make_plan(*, compile_mode: str = "none", **components: ComponentPlan) -> QuantPlan:
+    def make_plan(
+        *, compile_mode: str = "none", host: str = "cpu", **components: ComponentPlan
+    ) -> QuantPlan:
         return QuantPlan(
             family="by-hand",
             tier=Tier.AUTO,
             quality=Quality.LOSSLESS,
             execution=Execution.TORCHAO,
-            host=Host.load("cpu"),
+            host=Host.load(host),
             request=Request(),
             rules_digest="",
             workload=None,

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from quantpolicy.errors import Mismatch, PlanMismatchError
+from quantpolicy.host import Backend
 from quantpolicy.plan import CompilePlan, ComponentPlan, Decision, PlannedLayer, QuantPlan
 from quantpolicy.runtime.check import component_mismatches, refuse_quantised
 from quantpolicy.runtime.count import count_component, count_mismatches
@@ -35,7 +36,7 @@ def apply_plan(
     in a weight) every module holds the weight object it held before. That needs the dense weights
     of the whole call until it has succeeded: at its peak a device holds dense and quantised
     weights of all components concerned. Where that is too much, apply ``component`` by component,
-    or apply on the CPU and move the result.
+    or apply on the CPU and move the result: GEMMs are then tried on the GPU the plan is for.
 
     A dense component is not touched. A text encoder whose GEMM does not run on its device stays
     dense, and the report says so; for any other component that is an error.
@@ -86,8 +87,8 @@ def _quantise_component(root: nn.Module, plan: ComponentPlan, undo: ExitStack) -
         stored = _quantise(dense, layer, plan)
         for module in sharing[id(dense)]:
             undo.callback(_restore, module, dense)
-            guard_linear(module, layer.pad_rows)
             module.weight = stored
+            guard_linear(module, layer.pad_rows)
 
 
 def _quantise(dense: torch.Tensor, layer: PlannedLayer, plan: ComponentPlan) -> nn.Parameter:
@@ -116,7 +117,7 @@ def _drop_unrunnable(
     decisions: list[Decision] = []
     mismatches: list[Mismatch] = []
     for name, root in roots.items():
-        for scheme, device, failure in _failures(root, parts[name]):
+        for scheme, device, failure in _failures(root, parts[name], plan.host.backend):
             if parts[name].kind is ComponentKind.TEXT_ENCODER:
                 decisions.append(_left_dense(name, scheme, device, failure))
             else:
@@ -131,11 +132,13 @@ def _drop_unrunnable(
     return parts, decisions
 
 
-def _failures(root: nn.Module, plan: ComponentPlan) -> list[tuple[Scheme, torch.device, str]]:
+def _failures(
+    root: nn.Module, plan: ComponentPlan, backend: Backend
+) -> list[tuple[Scheme, torch.device, str]]:
     linears, _ = linear_modules(root)
     signatures = {
-        (layer.scheme, linears[layer.name].weight.device, linears[layer.name].weight.dtype): None
-        for layer in plan.layers
+        (layer.scheme, run_device(weight.device, backend), weight.dtype): None
+        for layer, weight in ((layer, linears[layer.name].weight) for layer in plan.layers)
         if layer.scheme in GEMM_SCHEMES
     }
     results = (
@@ -143,6 +146,17 @@ def _failures(root: nn.Module, plan: ComponentPlan) -> list[tuple[Scheme, torch.
         for scheme, device, dtype in signatures
     )
     return [result for result in results if result[2]]
+
+
+def run_device(device: torch.device, backend: Backend) -> torch.device:
+    """Return where a model on the device will run: it may be applied before it is moved."""
+    if device.type != "cpu":
+        return device
+    if backend in (Backend.CUDA, Backend.ROCM) and torch.cuda.is_available():
+        return torch.device("cuda")
+    if backend is Backend.MPS and torch.backends.mps.is_available():
+        return torch.device("mps")
+    return device
 
 
 def _left_dense(name: str, scheme: Scheme, device: torch.device, failure: str) -> Decision:

@@ -17,8 +17,6 @@ from quantpolicy.runtime.report import ComponentReport, SchemeCount, SkippedLaye
 from quantpolicy.runtime.weights import scheme_of, stored_bytes
 from quantpolicy.schemes import Cause, Scheme
 
-_EMULATED_ON_CPU = frozenset({Scheme.MXFP8, Scheme.NVFP4})
-
 
 def count_component(
     name: str, root: nn.Module, plan: ComponentPlan, *, planned: Scheme, compiled: str = "none"
@@ -75,16 +73,17 @@ def count_mismatches(report: ComponentReport, plan: ComponentPlan) -> list[Misma
 
 def _count(scheme: Scheme, modules: list[nn.Linear]) -> SchemeCount:
     sizes = [stored_bytes(weight) for weight in _unique(module.weight for module in modules)]
-    padding = [module for module in modules if isinstance(module, QuantisedLinear)]
-    on_cpu = [module for module in modules if module.weight.device.type == "cpu"]
+    guarded = [module for module in modules if isinstance(module, QuantisedLinear)]
     return SchemeCount(
         scheme=scheme,
         layers=len(modules),
         parameters=_numel(module.weight for module in modules),
         data_bytes=sum(data for data, _ in sizes),
         scale_bytes=sum(scales for _, scales in sizes),
-        padded=sum(module.pad_rows > 0 for module in padding),
-        emulated=len(on_cpu) if scheme in _EMULATED_ON_CPU else 0,
+        padded=sum(module.pad_rows > 0 for module in guarded),
+        emulated=sum(
+            module.emulate_on_cpu and module.weight.device.type == "cpu" for module in guarded
+        ),
     )
 
 

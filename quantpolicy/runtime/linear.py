@@ -10,12 +10,18 @@ would break the graph, and an assigned ``forward`` would not survive ``deepcopy`
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torchao.prototype.mx_formats.mx_tensor import MXTensor
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+from torchao.quantization import Float8Tensor
+
+from quantpolicy.plan import SchemeSettings
+from quantpolicy.runtime.weights import quantise_weight, scheme_of
+from quantpolicy.schemes import Scheme
 
 
 class QuantisedLinear(nn.Linear):
@@ -23,14 +29,16 @@ class QuantisedLinear(nn.Linear):
 
     An input without rows gives an output without rows. Fewer rows than ``pad_rows`` are filled up
     with copies of the first and cut off again: scales are per row, so the kept rows are the same.
-    The block-scaled schemes have no GEMM on a CPU; there both operands are quantised as always and
-    multiplied dequantised, which serves checks, not speed.
+    Where a CPU has no GEMM for the scheme, both operands are quantised as always and multiplied
+    dequantised, which serves checks, not speed.
 
     Args:
         pad_rows: least number of rows the GEMM is given; 0 for no padding.
+        emulate_on_cpu: whether a CPU has no GEMM for the weight's scheme.
     """
 
     pad_rows: int = 0
+    emulate_on_cpu: bool = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input @ weight.T + bias``; ``input``: [..., in_features]."""
@@ -45,13 +53,13 @@ class QuantisedLinear(nn.Linear):
         return padded[:rows].reshape(*input.shape[:-1], self.out_features)
 
     def _multiply(self, input: torch.Tensor) -> torch.Tensor:
-        if not isinstance(self.weight, MXTensor | NVFP4Tensor):
-            return F.linear(input, self.weight, self.bias)
-        if self.weight.device.type == "cpu":
+        if self.emulate_on_cpu and self.weight.device.type == "cpu":
             output = _multiply_emulated(input, self.weight, self.bias)
-        else:
+        elif isinstance(self.weight, MXTensor | NVFP4Tensor):
             # Block-scaled tensors take contiguous inputs only.
             output = F.linear(input.contiguous(), self.weight, self.bias)
+        else:
+            output = F.linear(input, self.weight, self.bias)
         if isinstance(self.weight, NVFP4Tensor):
             return _zero_for_zero(input, output, self.bias)
         return output
@@ -64,26 +72,64 @@ class QuantisedLinear(nn.Linear):
 
 
 def guard_linear(module: nn.Linear, pad_rows: int = 0) -> QuantisedLinear:
-    """Turn a plain Linear that holds a quantised weight into a ``QuantisedLinear``, in place."""
+    """Turn a plain Linear into a ``QuantisedLinear``, in place; its weight is quantised already."""
     assert type(module) is nn.Linear, type(module)
+    scheme = scheme_of(module.weight)
+    assert scheme is not None, type(module.weight)
     module.__class__ = QuantisedLinear
     assert isinstance(module, QuantisedLinear)
     module.pad_rows = pad_rows
+    module.emulate_on_cpu = is_emulated_on_cpu(scheme)
     return module
 
 
 def release_linear(module: nn.Linear) -> None:
     """Make the module a plain Linear again; the weight it holds is the caller's business."""
-    module.__dict__.pop("pad_rows", None)
+    for name in ("pad_rows", "emulate_on_cpu"):
+        module.__dict__.pop(name, None)
     module.__class__ = nn.Linear
 
 
+@cache
+def is_emulated_on_cpu(scheme: Scheme) -> bool:
+    """Tell whether this torch has no GEMM of the scheme for a CPU.
+
+    It has none for the block-scaled schemes, and for fp8 with a scale per row only in some
+    versions, which one multiplication tells.
+    """
+    if scheme is not Scheme.FP8:
+        return scheme in (Scheme.MXFP8, Scheme.NVFP4)
+    ones = torch.ones(32, 32, dtype=torch.bfloat16)
+    try:
+        F.linear(ones, quantise_weight(ones, scheme, SchemeSettings(activation_floor=1e-12)))
+    except RuntimeError:
+        return True
+    return False
+
+
 def _multiply_emulated(
-    input: torch.Tensor, weight: MXTensor | NVFP4Tensor, bias: torch.Tensor | None
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    kwargs = weight.act_quant_kwargs
     flat = input.reshape(-1, input.shape[-1]).contiguous()
-    if isinstance(weight, MXTensor):
+    rows = _quantise_rows(flat, weight).dequantize()
+    output = F.linear(rows, weight.dequantize().to(input.dtype), bias)
+    return output.reshape(*input.shape[:-1], output.shape[-1])
+
+
+def _quantise_rows(flat: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return activation rows quantised as the weight's tensor class does before its GEMM."""
+    quantised: torch.Tensor
+    if isinstance(weight, Float8Tensor):
+        kwargs = weight.act_quant_kwargs
+        quantised = Float8Tensor.from_hp(
+            flat,
+            float8_dtype=kwargs.float8_dtype,
+            granularity=kwargs.granularity,
+            hp_value_lb=kwargs.hp_value_lb,
+            hp_value_ub=kwargs.hp_value_ub,
+        )
+    elif isinstance(weight, MXTensor):
+        kwargs = weight.act_quant_kwargs
         quantised = MXTensor.to_mx(
             flat,
             kwargs.elem_dtype,
@@ -93,14 +139,14 @@ def _multiply_emulated(
             is_swizzled_scales=kwargs.is_swizzled_scales,
         )
     else:
+        assert isinstance(weight, NVFP4Tensor), type(weight)
         quantised = NVFP4Tensor.to_nvfp4(
             flat,
-            block_size=kwargs.block_size,
+            block_size=weight.act_quant_kwargs.block_size,
             per_tensor_scale=per_tensor_amax_to_scale(flat.abs().max()),
-            is_swizzled_scales=kwargs.is_swizzled_scales,
+            is_swizzled_scales=weight.act_quant_kwargs.is_swizzled_scales,
         )
-    output = F.linear(quantised.dequantize(input.dtype), weight.dequantize(input.dtype), bias)
-    return output.reshape(*input.shape[:-1], output.shape[-1])
+    return quantised
 
 
 def _zero_for_zero(

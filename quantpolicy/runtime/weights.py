@@ -17,6 +17,8 @@ What the stored parts hold (bf16 weight W [N, K]; every step rounds to the dtype
            swizzled likewise; two e2m1 values a byte
     layerwise_fp8    qdata = e4m3(W), with one scale of 1: a storage format, multiplied as W's dtype
 
+All of it gives the same bits on a CPU and on CUDA; nvfp4 does because it is computed on the CPU.
+
 The floor differs from ``quantize_`` only for a row (nvfp4: a tensor) whose absolute maximum is
 below it. There ``quantize_`` divides by a scale of zero and stores NaN; here zeros stay zeros.
 """
@@ -192,9 +194,12 @@ def _quantise_mxfp8(weight: torch.Tensor, settings: SchemeSettings) -> torch.Ten
 
 
 def _quantise_nvfp4(weight: torch.Tensor, settings: SchemeSettings) -> torch.Tensor:  # noqa: ARG001
-    amax = weight.abs().max().clamp(min=WEIGHT_FLOOR)
+    # CUDA divides by a constant through its reciprocal, which rounds nvfp4's fp32 scales otherwise
+    # than a CPU does. Computed on the CPU everywhere, a baked weight is the one made at run time.
+    values = weight.cpu()
+    amax = values.abs().max().clamp(min=WEIGHT_FLOOR)
     tensor: torch.Tensor = NVFP4Tensor.to_nvfp4(
-        weight,
+        values,
         block_size=NVFP4_BLOCK,
         per_tensor_scale=per_tensor_amax_to_scale(amax),
         is_swizzled_scales=True,
@@ -202,7 +207,7 @@ def _quantise_nvfp4(weight: torch.Tensor, settings: SchemeSettings) -> torch.Ten
             use_dynamic_per_tensor_scale=True, is_swizzled_scales=True
         ),
     )
-    return tensor
+    return tensor.to(weight.device)
 
 
 def _cast_fp8(weight: torch.Tensor, settings: SchemeSettings) -> torch.Tensor:

@@ -112,10 +112,23 @@ def test_block_scaled_gemm_is_judged_by_the_device(scheme, settings, component_p
     assert model(random_rows(32, 512).cuda()).isfinite().all()
 
 
+@pytest.mark.parametrize("scheme", BLOCK_SCALED)
+def test_a_plan_for_a_gpu_is_tried_there_before_the_model_is_moved(
+    scheme, component_plan, quant_plan
+):
+    model = model_of()
+    plan = quant_plan(host="b200", transformer=component_plan(model, scheme))
+    if torch.cuda.get_device_capability() >= (10, 0):
+        assert apply_plan(model, plan).quantised_layers == 2
+    else:
+        with pytest.raises(PlanMismatchError, match="expected a GEMM on cuda"):
+            apply_plan(model, plan)
+
+
 @pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.FP8, Scheme.LAYERWISE_FP8])
 def test_move_between_devices(scheme, component_plan, quant_plan):
     model = model_of()
-    apply_plan(model, quant_plan(transformer=component_plan(model, scheme)))
+    apply_plan(model, quant_plan(host="h200", transformer=component_plan(model, scheme)))
     input = random_rows(32, 512)
     expected = model(input).float()
     output = model.cuda()(input.cuda()).float().cpu()

@@ -14,9 +14,11 @@ from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8Tens
 from transformers import T5Config, T5EncoderModel
 
 from quantpolicy.errors import PlanMismatchError, RequestError
+from quantpolicy.host import Host
 from quantpolicy.measure.tiny import build_tiny
 from quantpolicy.runtime import apply_plan
-from quantpolicy.runtime.linear import QuantisedLinear
+from quantpolicy.runtime.apply import run_device
+from quantpolicy.runtime.linear import QuantisedLinear, is_emulated_on_cpu
 from quantpolicy.runtime.weights import scheme_of
 from quantpolicy.schemes import ComponentKind, Scheme
 
@@ -306,6 +308,7 @@ def test_a_dead_gemm_of_a_denoiser_is_an_error(wan, component_plan, quant_plan, 
     model, _ = wan
     plan = quant_plan(transformer=component_plan(model, Scheme.FP8))
     objects, values, classes = state_of(model), values_of(model), classes_of(model)
+    assert not is_emulated_on_cpu(Scheme.FP8)
     monkeypatch.setattr(torch, "_scaled_mm", unsupported)
     with pytest.raises(PlanMismatchError) as caught:
         apply_plan(model, plan)
@@ -352,6 +355,7 @@ def test_a_dead_gemm_of_a_text_encoder_leaves_it_dense(
         text_encoder=component_plan(t5, Scheme.FP8, kind=ComponentKind.TEXT_ENCODER),
     )
     objects, values, classes = state_of(t5), values_of(t5), classes_of(t5)
+    assert not is_emulated_on_cpu(Scheme.FP8)
     monkeypatch.setattr(
         torch, "_scaled_mm", lambda a, b, **_: torch.zeros(a.shape[0], b.shape[1]).bfloat16()
     )
@@ -368,6 +372,22 @@ def test_a_dead_gemm_of_a_text_encoder_leaves_it_dense(
     )
     assert decision.detail in report.explain()
     assert "its result is wrong" in decision.detail
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "cuda", "expected"),
+    [
+        ("cpu", "h200", True, "cuda"),
+        ("cpu", "mi300x", True, "cuda"),
+        ("cpu", "h200", False, "cpu"),
+        ("cpu", "cpu", True, "cpu"),
+        ("cuda:1", "cpu", True, "cuda:1"),
+    ],
+)
+def test_gemms_are_tried_where_the_model_will_run(device, host, cuda, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    found = run_device(torch.device(device), Host.load(host).backend)
+    assert found == torch.device(expected)
 
 
 def test_shared_weight_is_quantised_once_and_stays_shared(quant_plan, component_plan):

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from quantpolicy.runtime.linear import (
     QuantisedLinear,
     guard_linear,
+    is_emulated_on_cpu,
     release_linear,
 )
 from quantpolicy.runtime.weights import quantise_weight
@@ -152,6 +153,25 @@ def test_compiles_without_a_break(scheme, settings):
     torch.compiler.reset()
 
 
+def test_emulated_fp8_equals_the_gemm(settings, monkeypatch):
+    """A torch whose _scaled_mm takes no scale per row on a CPU is told apart, and emulated."""
+
+    def per_tensor_only(*args: object, **kwargs: object) -> torch.Tensor:
+        raise RuntimeError("only supports per-tensor scaling for CPU backend")
+
+    rows = random_rows(20, IN)
+    rows[3] = 0
+    native = quantised_linear(Scheme.FP8, settings)(rows)
+    is_emulated_on_cpu.cache_clear()
+    monkeypatch.setattr(torch, "_scaled_mm", per_tensor_only)
+    linear = quantised_linear(Scheme.FP8, settings)
+    is_emulated_on_cpu.cache_clear()
+    assert linear.emulate_on_cpu
+    output = linear(rows)
+    assert torch.equal(output[3], linear.bias)
+    assert (output - native).float().norm() / native.float().norm() < 0.005
+
+
 def test_hooks_stay(settings):
     linear = dense_linear()
     seen = []
@@ -167,7 +187,7 @@ def test_release_gives_the_class_back(settings):
     linear = quantised_linear(Scheme.INT8, settings, pad_rows=17)
     release_linear(linear)
     assert type(linear) is nn.Linear
-    assert "pad_rows" not in vars(linear)
+    assert not {"pad_rows", "emulate_on_cpu"} & set(vars(linear))
     assert "pad_rows" not in repr(linear)
 
 

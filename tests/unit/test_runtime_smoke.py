@@ -6,10 +6,17 @@ import pytest
 import torch
 
 from quantpolicy.errors import PlanMismatchError
+from quantpolicy.runtime.linear import is_emulated_on_cpu
 from quantpolicy.runtime.smoke import smoke_test
 from quantpolicy.schemes import Scheme
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def probed() -> None:
+    """Let the question whether a CPU multiplies fp8 be answered before _scaled_mm is replaced."""
+    assert not is_emulated_on_cpu(Scheme.FP8)
 
 
 @pytest.mark.parametrize("scheme", [Scheme.INT8, Scheme.FP8, Scheme.MXFP8, Scheme.NVFP4])
