@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -110,10 +111,13 @@ def is_emulated_on_cpu(scheme: Scheme) -> bool:
 def _multiply_emulated(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    flat = input.reshape(-1, input.shape[-1]).contiguous()
-    rows = _quantise_rows(flat, weight).dequantize()
-    output = F.linear(rows, weight.dequantize().to(input.dtype), bias)
-    return output.reshape(*input.shape[:-1], output.shape[-1])
+    operands: tuple[Any, Any] = (
+        _quantise_rows(input.reshape(-1, input.shape[-1]).contiguous(), weight),
+        weight,
+    )
+    rows, columns = (operand.dequantize(torch.float32) for operand in operands)
+    output = F.linear(rows, columns, None if bias is None else bias.float())
+    return output.to(input.dtype).reshape(*input.shape[:-1], output.shape[-1])
 
 
 def _quantise_rows(flat: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -132,5 +132,6 @@ def test_move_between_devices(scheme, component_plan, quant_plan):
     input = random_rows(32, 512)
     expected = model(input).float()
     output = model.cuda()(input.cuda()).float().cpu()
-    assert (output - expected).norm() / expected.norm() < 0.01
+    # A rounding that differs in the first Linear can move an activation by a whole fp8 step.
+    assert (output - expected).norm() / expected.norm() < 0.03
     assert model[0].weight.device.type == "cuda"
