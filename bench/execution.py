@@ -2,9 +2,9 @@
 
     python -m bench.execution --json OUT [--part rows] [--part linear] [--part wan] [--part hunyuan]
 
-``ms`` is GPU time in a CUDA graph, ``wall_ms`` what an eager caller waits; torchao's eager chain is not
-captured, its ``ms`` is GPU time with launches queued ahead. Errors are relative: to the dense product
-in fp64 (bf16 at many rows) for single Linears, to the dense eager output for models.
+``ms`` is GPU time in a CUDA graph, ``wall_ms`` what an eager caller waits; torchao's eager chain is
+not captured, its ``ms`` is GPU time with launches queued ahead. Errors are relative: to the dense
+product in fp64 (bf16 at many rows) for single Linears, to the dense eager output for models.
 """
 
 from __future__ import annotations

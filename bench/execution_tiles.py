@@ -2,7 +2,8 @@
 
     python -m bench.execution_tiles --json OUT
 
-The rule in quantpolicy.kernels.scaled_gemm.choose_tiles and the choice of GEMM for fp8 come from here.
+The rule in quantpolicy.kernels.scaled_gemm.choose_tiles and the choice of GEMM for fp8 come from
+here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from bench.timing import copies_for, envelope, graph_ms, write_json
-from quantpolicy.kernels.scaled_gemm import Tiles, choose_tiles, processors, scaled_gemm
+from quantpolicy.kernels.gemm_tiles import Tiles, choose_tiles
+from quantpolicy.kernels.scaled_gemm import processors, scaled_gemm
 
 SHAPES = ((3072, 3072), (9216, 3072), (14336, 3072), (3072, 12288), (3072, 14336))
 ROWS = (1, 16, 17, 40, 64, 128, 256, 512, 1120, 4096, 27070)
@@ -43,7 +45,7 @@ def bench_shape(m: int, n: int, k: int) -> dict[str, object]:
     x_scale, w_scale = torch.rand(m, device="cuda") / 1000, torch.rand(n, device="cuda") / 1000
     bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
     row: dict[str, object] = {"m": m, "n": n, "k": k}
-    row["chosen"] = list(choose_tiles(m, n, k, processors(xs[0].device), tma=True))
+    row["chosen"] = list(choose_tiles(m, n, k, processors(xs[0].device)))
     row["bf16"] = _time(
         lambda x, w: torch.nn.functional.linear(x, w, bias),
         [x.to(torch.bfloat16) for x in xs],

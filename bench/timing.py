@@ -1,7 +1,8 @@
 """Timing and the JSON envelope shared by the benchmarks.
 
 Calls rotate among input sets larger than the L2. Launch cost on the CPU stays outside (``gpu_ms``:
-events behind a spin kernel; ``graph_ms``: replays of a CUDA graph) or inside (``wall_ms``) on purpose.
+events behind a spin kernel; ``graph_ms``: replays of a CUDA graph) or inside (``wall_ms``) on
+purpose.
 """
 
 from __future__ import annotations

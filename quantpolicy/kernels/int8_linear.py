@@ -13,11 +13,7 @@ import torch
 from torch import Tensor
 
 from quantpolicy.kernels.registry import decline, define_op, why_no_triton
-from quantpolicy.kernels.row_quantise_int8 import (
-    row_quantise_int8_cuda,
-    row_quantise_int8_reference,
-)
-from quantpolicy.kernels.rows import flat_rows
+from quantpolicy.kernels.row_quantise_int8 import int8_rows, row_quantise_int8_reference
 from quantpolicy.kernels.scaled_gemm import scaled_gemm
 
 if TYPE_CHECKING:
@@ -62,21 +58,20 @@ def _fake(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) 
 
 
 def _cuda(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-    codes, scale = row_quantise_int8_cuda(x)
-    rows = flat_rows(codes)
+    if x.numel() == 0:
+        return int8_linear_reference(x, weight, weight_scale, bias)
+    rows, scale = int8_rows(x)
     reason = why_no_triton(_NAME)
-    if not reason:
-        out = scaled_gemm(rows, scale, weight, weight_scale, bias, x.dtype)
-        return out.view(*x.shape[:-1], weight.shape[0])
-    decline(_NAME, reason)
-    return scaled_reference(_int_mm(rows, weight), scale, weight_scale, bias, x)
+    if reason:
+        decline(_NAME, reason)
+        return scaled_reference(_int_mm(rows, weight), scale, weight_scale, bias, x)
+    out = scaled_gemm(rows, scale, weight, weight_scale, bias, x.dtype)
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def _int_mm(codes: Tensor, weight: Tensor) -> Tensor:
     """Return codes @ weight.T through the vendor GEMM, its limits met by padding with zeros."""
     (m, k), n = codes.shape, weight.shape[0]
-    if m == 0:
-        return codes.new_empty((0, n), dtype=torch.int32)
     pad_m, pad_k, pad_n = max(0, INT_MM_MIN_ROWS - m), -k % INT_MM_ALIGNMENT, -n % INT_MM_ALIGNMENT
     if pad_m or pad_k:
         codes = torch.nn.functional.pad(codes, (0, pad_k, 0, pad_m))

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from quantpolicy.kernels.launch import is_aligned, launch
 from quantpolicy.kernels.registry import HAS_TRITON, decline, define_op, why_no_triton
-from quantpolicy.kernels.rows import as_rows, row_scales_like
+from quantpolicy.kernels.rows import as_rows, flat_rows, row_scales_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,14 +46,20 @@ def _fake(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), row_scales_like(x)
 
 
-def row_quantise_fp8_cuda(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """Quantise rows by the Triton kernel, or by the eager chain where it cannot run."""
+def _cuda(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    codes, scale = fp8_rows(x, floor)
+    return codes.view(x.shape), scale.view(*x.shape[:-1], 1)
+
+
+def fp8_rows(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """Return codes [M, K] and scales [M, 1] of all rows of ``x``, for a CUDA tensor."""
     reason = why_no_triton(_NAME)
     if not reason and not _has_e4m3(x.device):
         reason = "the GPU has no e4m3 conversion"
     if reason:
         decline(_NAME, reason)
-        return row_quantise_fp8_reference(x, floor)
+        codes, scale = row_quantise_fp8_reference(x, floor)
+        return flat_rows(codes), flat_rows(scale)
     return launch_row_quantise_fp8(x, floor)
 
 
@@ -155,14 +162,15 @@ if HAS_TRITON:
 
 
 def launch_row_quantise_fp8(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """Run the Triton kernel: one program a row, the row in registers when it fits."""
-    q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = row_scales_like(x)
-    if x.numel() == 0:
-        return q, scale.fill_(floor / E4M3_MAX)
+    """Run the Triton kernel and return codes [M, K] and scales [M, 1] of all rows of ``x``."""
     rows = as_rows(x)
+    total, columns = rows.total, rows.columns
+    q = torch.empty((total, columns), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((total, 1), dtype=torch.float32, device=x.device)
+    if total == 0 or columns == 0:
+        return q, scale.fill_(floor / E4M3_MAX)
     exact = x.dtype is torch.float32 or floor < _FAST_DIVISION_FLOOR
-    arguments = (
+    arguments: tuple[object, ...] = (
         rows.data,
         q,
         scale,
@@ -171,21 +179,21 @@ def launch_row_quantise_fp8(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
         rows.inner_stride,
         rounded_floor(floor, x.dtype),
     )
-    if rows.columns > REGISTER_COLUMNS:
-        _row_quantise_fp8_long_kernel[(rows.total,)](
-            *arguments, rows.columns, 8192, exact, num_warps=8
-        )
+    if columns > REGISTER_COLUMNS:
+        options = {"num_warps": 8}
+        arguments = (*arguments, columns, 8192, exact)
+        launch(_row_quantise_fp8_long_kernel, (total, 1, 1), arguments, options, device=x.device)
         return q, scale
-    first, rest = split_columns(rows.columns)
-    _row_quantise_fp8_kernel[(rows.total,)](
-        *arguments, rows.columns, first, rest, exact, num_warps=row_warps(rows.columns)
-    )
+    key = (_NAME, x.dtype, columns, exact, is_aligned(rows.data)) if rows.is_dense else None
+    options = {"num_warps": row_warps(columns)}
+    arguments = (*arguments, columns, *split_columns(columns), exact)
+    launch(_row_quantise_fp8_kernel, (total, 1, 1), arguments, options, device=x.device, key=key)
     return q, scale
 
 
 row_quantise_fp8: Callable[[Tensor, float], tuple[Tensor, Tensor]] = define_op(  # type: ignore[assignment]
     f"{_NAME}(Tensor x, float floor) -> (Tensor, Tensor)",
     cpu=row_quantise_fp8_reference,
-    cuda=row_quantise_fp8_cuda,
+    cuda=_cuda,
     fake=_fake,
 )

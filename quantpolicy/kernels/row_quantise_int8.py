@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from quantpolicy.kernels.launch import is_aligned, launch
 from quantpolicy.kernels.registry import HAS_TRITON, decline, define_op, why_no_triton
 from quantpolicy.kernels.row_quantise_fp8 import (
     REGISTER_COLUMNS,
@@ -20,7 +21,7 @@ from quantpolicy.kernels.row_quantise_fp8 import (
     row_warps,
     split_columns,
 )
-from quantpolicy.kernels.rows import as_rows, row_scales_like
+from quantpolicy.kernels.rows import as_rows, flat_rows, row_scales_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,12 +42,18 @@ def _fake(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=torch.int8), row_scales_like(x)
 
 
-def row_quantise_int8_cuda(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise rows by the Triton kernel, or by the eager chain where it cannot run."""
+def _cuda(x: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scale = int8_rows(x)
+    return codes.view(x.shape), scale.view(*x.shape[:-1], 1)
+
+
+def int8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes [M, K] and scales [M, 1] of all rows of ``x``, for a CUDA tensor."""
     reason = why_no_triton(_NAME)
     if reason:
         decline(_NAME, reason)
-        return row_quantise_int8_reference(x)
+        codes, scale = row_quantise_int8_reference(x)
+        return flat_rows(codes), flat_rows(scale)
     return launch_row_quantise_int8(x)
 
 
@@ -115,33 +122,36 @@ if HAS_TRITON:
 
 
 def launch_row_quantise_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Run the Triton kernel: one program a row, the row in registers when it fits."""
-    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    scale = row_scales_like(x)
-    if x.numel() == 0:
-        return q, scale.fill_(INT8_EPS)
+    """Run the Triton kernel and return codes [M, K] and scales [M, 1] of all rows of ``x``."""
     rows = as_rows(x)
-    arguments = (rows.data, q, scale, rows.inner, rows.outer_stride, rows.inner_stride)
-    if rows.columns > REGISTER_COLUMNS:
-        _row_quantise_int8_long_kernel[(rows.total,)](
-            *arguments, rows.columns, 8192, num_warps=8, enable_fp_fusion=False
-        )
-        return q, scale
-    first, rest = split_columns(rows.columns)
-    _row_quantise_int8_kernel[(rows.total,)](
-        *arguments,
-        rows.columns,
-        first,
-        rest,
-        num_warps=row_warps(rows.columns),
-        enable_fp_fusion=False,
+    total, columns = rows.total, rows.columns
+    q = torch.empty((total, columns), dtype=torch.int8, device=x.device)
+    scale = torch.empty((total, 1), dtype=torch.float32, device=x.device)
+    if total == 0 or columns == 0:
+        return q, scale.fill_(INT8_EPS)
+    arguments: tuple[object, ...] = (
+        rows.data,
+        q,
+        scale,
+        rows.inner,
+        rows.outer_stride,
+        rows.inner_stride,
     )
+    if columns > REGISTER_COLUMNS:
+        options = {"num_warps": 8, "enable_fp_fusion": False}
+        arguments = (*arguments, columns, 8192)
+        launch(_row_quantise_int8_long_kernel, (total, 1, 1), arguments, options, device=x.device)
+        return q, scale
+    key = (_NAME, x.dtype, columns, is_aligned(rows.data)) if rows.is_dense else None
+    options = {"num_warps": row_warps(columns), "enable_fp_fusion": False}
+    arguments = (*arguments, columns, *split_columns(columns))
+    launch(_row_quantise_int8_kernel, (total, 1, 1), arguments, options, device=x.device, key=key)
     return q, scale
 
 
 row_quantise_int8: Callable[[Tensor], tuple[Tensor, Tensor]] = define_op(  # type: ignore[assignment]
     f"{_NAME}(Tensor x) -> (Tensor, Tensor)",
     cpu=row_quantise_int8_reference,
-    cuda=row_quantise_int8_cuda,
+    cuda=_cuda,
     fake=_fake,
 )

@@ -28,6 +28,11 @@ class Rows(NamedTuple):
     inner_stride: int
     columns: int
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether the rows follow each other without a gap."""
+        return self.outer_stride == 0 and self.inner_stride == self.columns
+
 
 def as_rows(x: Tensor) -> Rows:
     """View ``x`` as rows, copying only a tensor whose rows are not contiguous or not regular.
@@ -36,7 +41,7 @@ def as_rows(x: Tensor) -> Rows:
         x: [..., K], at least one dimension.
     """
     columns = x.shape[-1]
-    count = x.numel() // columns if columns else 0
+    count = x.shape[:-1].numel()
     if x.is_contiguous():
         return Rows(x, count, max(count, 1), 0, columns, columns)
     levels = _merged_levels(x)
@@ -61,8 +66,7 @@ def _merged_levels(x: Tensor) -> list[tuple[int, int]]:
 
 def flat_rows(codes: Tensor) -> Tensor:
     """View contiguous [..., K] codes as [M, K], M = 0 included."""
-    columns = codes.shape[-1]
-    return codes.view(codes.numel() // columns if columns else 0, columns)
+    return codes.view(codes.shape[:-1].numel(), codes.shape[-1])
 
 
 def row_scales_like(x: Tensor) -> Tensor:

@@ -9,35 +9,13 @@ the tensor memory accelerator, and a plain one for any size, alignment and GPU.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from quantpolicy.kernels.gemm_tiles import Tiles, choose_tiles
+from quantpolicy.kernels.launch import ALIGNMENT_BYTES, is_aligned, launch
 from quantpolicy.kernels.registry import HAS_TRITON
-
-TMA_ALIGNMENT_BYTES = 16
-
-
-class Tiles(NamedTuple):
-    """Block shape and launch of one GEMM kernel.
-
-    Args:
-        halves: parts in which a tile is stored; two leave room for another stage.
-        flatten: whether the loads of the next tile start before this one is stored.
-        per_processor: programs that one multiprocessor holds at a time.
-    """
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-    group_m: int = 8
-    halves: int = 1
-    flatten: bool = False
-    per_processor: int = 1
-
 
 if HAS_TRITON:
     import triton
@@ -172,8 +150,9 @@ def capability(device: torch.device) -> tuple[int, int]:
 def fits_tma(x: Tensor, weight: Tensor, out: Tensor) -> bool:
     """Return whether base addresses and row strides suit the tensor memory accelerator."""
     return all(
-        tensor.data_ptr() % TMA_ALIGNMENT_BYTES == 0
-        and tensor.stride(0) * tensor.element_size() % TMA_ALIGNMENT_BYTES == 0
+        is_aligned(tensor)
+        and tensor.shape[1] * tensor.element_size() % ALIGNMENT_BYTES == 0
+        and tensor.is_contiguous()
         for tensor in (x, weight, out)
     )
 
@@ -190,80 +169,53 @@ def scaled_gemm(
     """Multiply quantised rows by a quantised weight, and apply scales and bias.
 
     Shapes:
-        x: [M, K] int8 or e4m3, contiguous. weight: [N, K] of the same dtype, contiguous.
+        x: [M, K] int8 or e4m3. weight: [N, K] of the same dtype.
         x_scale: [M] or [M, 1] fp32. w_scale: [N] or [N, 1] fp32. bias: [N]. Result: [M, N].
     """
+    x, weight, x_scale, w_scale = (t.contiguous() for t in (x, weight, x_scale, w_scale))
+    bias = None if bias is None else bias.contiguous()
     (m, k), n = x.shape, weight.shape[0]
-    out = x.new_empty((m, n), dtype=dtype)
-    if out.numel() == 0:
+    out = torch.empty((m, n), dtype=dtype, device=x.device)
+    if m == 0 or n == 0:
         return out
     tma = capability(x.device) >= (9, 0) and fits_tma(x, weight, out)
     tiles = tiles or choose_tiles(
-        m, n, k, processors(x.device), tma=tma, wide_output=out.element_size() > 2
+        m, n, k, processors(x.device), tma=tma, fp8=x.dtype is not torch.int8, dtype=dtype
     )
+    operands = (x, weight, out, x_scale, w_scale, x_scale if bias is None else bias)
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    acc = tl.int32 if x.dtype is torch.int8 else tl.float32
+    blocks = -(-m // tiles.m) * -(-n // tiles.n)
+    key = None
+    if all(is_aligned(tensor) for tensor in operands) and m * k < 2**31:
+        key = (tma, x.dtype, dtype, n, k, tiles, None if bias is None else bias.dtype)
     if tma:
-        _launch_tma(x, x_scale, weight, w_scale, bias, out, tiles)
+        programs = min(processors(x.device) * tiles.per_processor, blocks)
+        arguments = _tma_arguments(operands, tiles, (m, n, k), programs, acc, bias is not None)
+        grid = (programs, 1, 1)
+        launch(_scaled_gemm_tma_kernel, grid, arguments, options, device=x.device, key=key)
     else:
-        _launch_plain(x, x_scale, weight, w_scale, bias, out, tiles)
+        shape = (tiles.m, tiles.n, tiles.k, tiles.group_m)
+        arguments = (*operands, m, n, k, *shape, acc, bias is not None)
+        launch(_scaled_gemm_kernel, (blocks, 1, 1), arguments, options, device=x.device, key=key)
     return out
 
 
-def choose_tiles(
-    m: int, n: int, k: int, programs: int, *, tma: bool, wide_output: bool = False
-) -> Tiles:
-    """Return the block shape for one GEMM.
-
-    Measured on an H200 (bench/results/execution_tiles.json): large tiles when they fill the
-    multiprocessors evenly, small ones with several programs each otherwise.
-
-    Args:
-        programs: multiprocessors of the GPU.
-        tma: whether the tensor memory accelerator moves the tiles.
-        wide_output: whether the output has four bytes a value, which leaves less shared memory.
-    """
-    if not tma:
-        return Tiles(64, 64, 64, warps=4, stages=3) if m > 16 else Tiles(16, 64, 128, 4, 3)
-    if m <= 16:
-        if k >= 8192 and n <= 4096:
-            return Tiles(16, 32, 256, warps=4, stages=4, per_processor=4)
-        return Tiles(16, 64, 256, warps=4, stages=4, per_processor=3)
-    tiles = -(-m // 128) * -(-n // 256)
-    if tiles / (-(-tiles // programs) * programs) >= 0.7:
-        return _large_tiles(m, k, wide_output=wide_output)
-    small = -(-m // 64) * -(-n // 64)
-    if small <= programs and m <= 128:
-        return Tiles(64, 32, 256, warps=4, stages=4, per_processor=2)
-    if small <= 2 * programs:
-        return Tiles(64, 64, 128, warps=4, stages=6, per_processor=2)
-    return Tiles(64, 64, 128, warps=4, stages=4, per_processor=3)
-
-
-def _large_tiles(m: int, k: int, *, wide_output: bool) -> Tiles:
-    if wide_output:
-        return Tiles(128, 128, 128, warps=8, stages=4, halves=2, flatten=True)
-    if k < 8192 and -(-m // 256) * 2 <= -(-m // 128) * 1.05:
-        return Tiles(256, 128, 128, warps=8, stages=4, halves=2, flatten=True)
-    return Tiles(128, 256, 128, warps=8, stages=4, halves=2, flatten=True)
-
-
-def _launch_tma(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
+def _tma_arguments(
+    operands: tuple[Tensor, ...],
     tiles: Tiles,
-) -> None:
-    (m, k), n = x.shape, weight.shape[0]
-    programs = min(processors(x.device) * tiles.per_processor, -(-m // tiles.m) * -(-n // tiles.n))
-    _scaled_gemm_tma_kernel[(programs,)](
-        TensorDescriptor.from_tensor(x, [tiles.m, tiles.k]),
-        TensorDescriptor.from_tensor(weight, [tiles.n, tiles.k]),
-        TensorDescriptor.from_tensor(out, [tiles.m, tiles.n // tiles.halves]),
-        x_scale,
-        w_scale,
-        x_scale if bias is None else bias,
+    sizes: tuple[int, int, int],
+    programs: int,
+    acc: object,
+    has_bias: bool,
+) -> tuple[object, ...]:
+    x, weight, out, *vectors = operands
+    m, n, k = sizes
+    return (
+        TensorDescriptor(x, [m, k], [k, 1], [tiles.m, tiles.k]),
+        TensorDescriptor(weight, [n, k], [k, 1], [tiles.n, tiles.k]),
+        TensorDescriptor(out, [m, n], [n, 1], [tiles.m, tiles.n // tiles.halves]),
+        *vectors,
         m,
         n,
         k,
@@ -274,39 +226,6 @@ def _launch_tma(
         tiles.group_m,
         tiles.halves,
         tiles.flatten,
-        tl.int32 if x.dtype is torch.int8 else tl.float32,
-        bias is not None,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
-
-
-def _launch_plain(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    w_scale: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    tiles: Tiles,
-) -> None:
-    (m, k), n = x.shape, weight.shape[0]
-    _scaled_gemm_kernel[(-(-m // tiles.m) * -(-n // tiles.n),)](
-        x,
-        weight,
-        out,
-        x_scale,
-        w_scale,
-        x_scale if bias is None else bias,
-        m,
-        n,
-        k,
-        tiles.m,
-        tiles.n,
-        tiles.k,
-        tiles.group_m,
-        tl.int32 if x.dtype is torch.int8 else tl.float32,
-        bias is not None,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        acc,
+        has_bias,
     )

@@ -28,7 +28,7 @@ class Route(StrEnum):
 class Signature(NamedTuple):
     """What decides acceptance; more than MANY_ROWS rows count as MANY_ROWS."""
 
-    device: str
+    device: int | None
     m: int
     n: int
     k: int
@@ -42,7 +42,7 @@ _ROUTES: dict[Signature, Route] = {}
 def signature_of(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Signature:
     """Return the signature of one GEMM, [M, K] by [N, K] in an output dtype."""
     rows = min(x.shape[0], MANY_ROWS)
-    return Signature(str(x.device), rows, weight.shape[0], x.shape[1], bias is not None, dtype)
+    return Signature(x.device.index, rows, weight.shape[0], x.shape[1], bias is not None, dtype)
 
 
 def routes() -> dict[Signature, Route]:
@@ -66,7 +66,7 @@ def scaled_mm(
     """Multiply e4m3 rows by an e4m3 weight, or return None where no vendor route works.
 
     Shapes:
-        x: [M, K], M > 0. weight: [N, K]. x_scale: M values. weight_scale: N values.
+        x: [M, K], M > 0. weight: [N, K]. x_scale: [M, 1]. weight_scale: N values.
         bias: [N] of the output dtype.
     """
     key = signature_of(x, weight, bias, dtype)
@@ -90,7 +90,7 @@ def _call(
     out = torch._scaled_mm(
         x,
         weight.t(),
-        scale_a=x_scale.view(-1, 1),
+        scale_a=x_scale,
         scale_b=weight_scale.view(1, -1),
         bias=bias if route is Route.EPILOGUE else None,
         out_dtype=dtype,

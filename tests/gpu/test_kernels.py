@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from quantpolicy.kernels.fp8_linear import fp8_linear, fp8_linear_reference
+from quantpolicy.kernels.gemm_tiles import Tiles
 from quantpolicy.kernels.int8_linear import (
     int8_linear,
     int8_linear_reference,
@@ -16,7 +17,7 @@ from quantpolicy.kernels.int8_linear import (
 from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8, row_quantise_fp8_reference
 from quantpolicy.kernels.row_quantise_int8 import row_quantise_int8, row_quantise_int8_reference
-from quantpolicy.kernels.scaled_gemm import Tiles, scaled_gemm
+from quantpolicy.kernels.scaled_gemm import scaled_gemm
 from quantpolicy.kernels.scaled_mm_probe import forget_routes, routes, scaled_mm
 
 pytestmark = [
@@ -202,7 +203,7 @@ def torchao_linear(kind: str, n: int, k: int, dtype: torch.dtype) -> nn.Linear:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("m", [1, 17, 300, 1120])
+@pytest.mark.parametrize("m", [129, 300, 1120])
 def test_fp8_linear_equals_torchao_where_the_same_gemm_runs(m: int, dtype: torch.dtype) -> None:
     linear = torchao_linear("fp8", 3072, 3072, dtype)
     x = values((m, 3072), "normal", dtype)
@@ -213,15 +214,14 @@ def test_fp8_linear_equals_torchao_where_the_same_gemm_runs(m: int, dtype: torch
 
 @pytest.mark.parametrize("m", [1, 2, 16, 17, 40, 41, 42, 64, 128])
 @pytest.mark.parametrize("k", [3072, 12288, 14336])
-def test_fp8_linear_at_few_rows_and_large_k(m: int, k: int) -> None:
-    forget_routes()
-    linear = torchao_linear("fp8", 3072, k, torch.bfloat16)
+@pytest.mark.parametrize("n", [3072, 6144])
+def test_fp8_linear_at_few_rows_and_large_k(m: int, n: int, k: int) -> None:
+    linear = torchao_linear("fp8", n, k, torch.bfloat16)
     x = values((m, k), "normal", torch.bfloat16)
     weight = linear.weight
     out = fp8_linear(x, weight.qdata, weight.scale, linear.bias, FLOOR)
     expected = fp8_linear_reference(x.float(), weight.qdata, weight.scale, linear.bias, FLOOR)
     assert torch.linalg.norm(out - expected) < 6e-3 * torch.linalg.norm(expected)
-    assert len(routes()) == 1
 
 
 @pytest.mark.parametrize(("n", "k"), [(50, 64), (64, 50), (33, 17), (48, 3072)])
@@ -237,7 +237,7 @@ def test_fp8_linear_of_unaligned_sizes(n: int, k: int, dtype: torch.dtype) -> No
 
 
 def test_unknown_signature_inside_a_capture_needs_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear = FusedLinear.adopt(torchao_linear("fp8", 3072, 12288, torch.bfloat16))
+    linear = FusedLinear.adopt(torchao_linear("fp8", 6144, 12288, torch.bfloat16))
     x = values((40, 12288), "normal", torch.bfloat16)
     expected = linear(x)
     with monkeypatch.context() as patch:
@@ -316,7 +316,9 @@ def test_opcheck(kind: str) -> None:
     if kind == "fp8":
         torch.library.opcheck(row_quantise_fp8, (x, FLOOR))
         arguments = (x, weight.qdata, weight.scale, linear.bias, FLOOR)
-        torch.library.opcheck(fp8_linear, arguments)
+        # torch cannot look for mutation of e4m3 arguments.
+        checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+        torch.library.opcheck(fp8_linear, arguments, test_utils=checks)
     else:
         torch.library.opcheck(row_quantise_int8, (x,))
         torch.library.opcheck(int8_linear, (x, weight.qdata, weight.scale, linear.bias))
