@@ -61,7 +61,7 @@ def model_class(name: str) -> ModelClass:
 def build_skeleton(class_name: str, config: dict[str, object], dtype: torch.dtype) -> nn.Module:
     """Return the model with every parameter on the meta device, in evaluation mode."""
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    with _default_dtype(dtype), init_empty_weights():
+    with torch.random.fork_rng(devices=()), _default_dtype(dtype), init_empty_weights():
         model = model_class(class_name).from_config(plain)
     return model.eval()
 
