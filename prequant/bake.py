@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from prequant.baked import read_baked_files
+from prequant.damage import weight_faults
 from prequant.encode import quantization_config
 from prequant.header import (
     FORMAT,
@@ -26,12 +28,12 @@ from prequant.header import (
     ShardIdentity,
     SourceIdentity,
 )
-from prequant.layout import INDEX_FILE, Mode, ShardLayout, index_json, lay_out
+from prequant.layout import INDEX_FILE, ShardLayout, index_json, lay_out
 from prequant.report import BakedComponent, BakeReport
-from prequant.source import PICKLE_SUFFIXES, Source, SourceComponent, open_source
+from prequant.source import PICKLE_SUFFIXES, Source, SourceComponent, find_model, open_source
 from prequant.staging import check_out, check_space, staged
 from prequant.stream import WrittenShard, stream_shards
-from quantpolicy.errors import RequestError
+from quantpolicy.errors import Mismatch, PlanMismatchError, RequestError
 from quantpolicy.inventory.weight_files import CONFIG_FILE
 from quantpolicy.plan import QuantPlan
 from quantpolicy.record import sha256_of
@@ -55,7 +57,7 @@ def bake(
     """Write ``out`` with every weight that ``plan`` lists quantised, and all else bit for bit.
 
     Args:
-        source: a dense component folder, or a pipeline folder.
+        source: a dense component folder, a pipeline folder, or a repository id in the local cache.
         out: the folder to make; its parent must exist.
         force: replace a baked ``out``, once the new one is complete.
         component: bake only this component of the plan.
@@ -67,7 +69,7 @@ def bake(
         CorruptCheckpointError: a source file is damaged.
     """
     started = time.monotonic()
-    source_path, out_path = Path(source), Path(out)
+    source_path, out_path = find_model(os.fspath(source)), Path(out)
     opened = open_source(source_path, plan, component)
     check_out(source_path, out_path, force=force)
     layouts = [(part, lay_out(part)) for part in opened.components]
@@ -128,7 +130,8 @@ def _bake_component(
     for path in sorted(part.folder.iterdir()):
         if _is_companion(path):
             _copy(path, folder / path.name, progress)
-    header = _header(part, shards, written, plan, config)
+    counts = _count(part, shards, folder)
+    header = _header(part, shards, written, plan, config, counts)
     _write(folder / HEADER_FILE, header.to_bytes())
     return BakedComponent(
         name=part.name,
@@ -147,6 +150,7 @@ def _header(
     written: list[WrittenShard],
     plan: QuantPlan,
     config: dict[str, object],
+    counts: Counts,
 ) -> Header:
     files = {
         shard.source_name: FileIdentity(bytes=shard.source_bytes, sha256=shard.source_sha256)
@@ -186,23 +190,28 @@ def _header(
             )
             for shard, done in zip(shards, written, strict=True)
         },
-        counts=_count(part, shards),
+        counts=counts,
         versions={name: _version(name) for name in PACKAGES},
     )
 
 
-def _count(part: SourceComponent, shards: tuple[ShardLayout, ...]) -> Counts:
-    jobs = [job for shard in shards for job in shard.jobs]
-    quantised = [job for job in jobs if job.mode is Mode.QUANTISE]
+def _count(part: SourceComponent, shards: tuple[ShardLayout, ...], folder: Path) -> Counts:
+    """Count what lies in the folder now; anything but what was planned is an error."""
+    faults: list[Mismatch] = []
+    files = read_baked_files(folder, faults)
+    faults += weight_faults(files, part.plan)
+    if faults:
+        raise PlanMismatchError(
+            part.name, faults, remedy="check the disk and bake again; nothing was left behind"
+        )
+    data, scales = files.quantised_bytes()
     return Counts(
-        tensors=len(jobs),
-        quantised_layers=len(quantised),
-        kept_layers=len(part.plan.kept),
-        quantised_bytes=sum(job.outputs[0].nbytes for job in quantised),
-        scale_bytes=sum(output.nbytes for job in quantised for output in job.outputs[1:]),
-        dense_bytes=sum(
-            output.nbytes for job in jobs if job.layer is None for output in job.outputs
-        ),
+        tensors=len(files.weights) + len(files.dense),
+        quantised_layers=len(files.weights),
+        kept_layers=sum(f"{kept.name}.weight" in files.dense for kept in part.plan.kept),
+        quantised_bytes=data,
+        scale_bytes=scales,
+        dense_bytes=files.dense_bytes(),
         source_bytes=sum(shard.source.file_bytes for shard in shards),
     )
 

@@ -73,6 +73,16 @@ class BakedFiles:
     dense: dict[str, TensorEntry]
     metadata: dict[str, str]
 
+    def quantised_bytes(self) -> tuple[int, int]:
+        """Return the bytes of the quantised weights' data, and of their scales and zero points."""
+        parts = [item for weight in self.weights.values() for item in weight.parts.items()]
+        data = sum(entry.end - entry.start for name, entry in parts if name == "qdata")
+        return data, sum(entry.end - entry.start for _, entry in parts) - data
+
+    def dense_bytes(self) -> int:
+        """Return the bytes of every other tensor."""
+        return sum(entry.end - entry.start for entry in self.dense.values())
+
     def as_dense(self) -> tuple[ShardHeader, ...]:
         """Return headers that describe the dense component this one was made from."""
         tensors = dict(self.dense)

@@ -55,9 +55,11 @@ def _root() -> None:
 @with_request_options
 def bake(
     model: Annotated[
-        Path,
+        str,
         typer.Argument(
-            metavar="MODEL", help="Folder of a component or a pipeline.", show_default=False
+            metavar="MODEL",
+            help="Folder of a component or a pipeline, or a cached Hub id.",
+            show_default=False,
         ),
     ],
     out: Annotated[list[Path], typer.Option("--out", "-o", metavar="OUT", help="Folder to make.")],
@@ -75,9 +77,9 @@ def bake(
     """Write OUT with the weights quantised that the plan for the host lists."""
     del debug
     target = _only_one(out)
-    if not model.is_dir():
-        found = "a file" if model.exists() else "no such folder"
-        raise RequestError(str(model), found, remedy="give the folder of a component or a pipeline")
+    from prequant.source import find_model
+
+    source = find_model(model)
     from prequant.bake import bake as bake_folder
     from quantpolicy.plan import QuantPlan
     from quantpolicy.resolver import resolve
@@ -86,10 +88,10 @@ def bake(
         chosen = QuantPlan.from_file(plan)
     else:
         host, request, rules = options.load()
-        chosen = resolve(model, host=host, request=request, rules=rules)
+        chosen = resolve(source, host=host, request=request, rules=rules)
     with _progress_bar() as progress:
         report = bake_folder(
-            model, target, plan=chosen, force=force, component=component, progress=progress
+            source, target, plan=chosen, force=force, component=component, progress=progress
         )
     if json:
         print_json(report.model_dump(mode="json"))

@@ -123,19 +123,13 @@ def _index_faults(files: BakedFiles) -> Iterator[Mismatch]:
 
 
 def _count_faults(files: BakedFiles, header: Header) -> Iterator[Mismatch]:
-    data = scales = 0
-    for weight in files.weights.values():
-        for part, entry in weight.parts.items():
-            if part == "qdata":
-                data += entry.end - entry.start
-            else:
-                scales += entry.end - entry.start
+    data, scales = files.quantised_bytes()
     counted = {
         "tensors": len(files.weights) + len(files.dense),
         "quantised_layers": len(files.weights),
         "quantised_bytes": data,
         "scale_bytes": scales,
-        "dense_bytes": sum(entry.end - entry.start for entry in files.dense.values()),
+        "dense_bytes": files.dense_bytes(),
     }
     for field, value in counted.items():
         listed = getattr(header.counts, field)

@@ -56,6 +56,34 @@ class Source:
     notes: tuple[str, ...]
 
 
+def find_model(model: str) -> Path:
+    """Return the folder that a path or a cached repository id names; nothing is downloaded.
+
+    Raises:
+        RequestError: there is none.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if not path.exists() and model.count("/") == 1 and not model.startswith((".", "~", "/")):
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        try:
+            return Path(snapshot_download(model, local_files_only=True))
+        except (HFValidationError, LocalEntryNotFoundError) as error:
+            raise RequestError(
+                model,
+                "neither a folder nor in the local cache",
+                remedy=f"download it with `hf download {model}`, or give a folder",
+            ) from error
+    raise RequestError(
+        model,
+        "a file" if path.exists() else "no such folder",
+        remedy="give a diffusers component folder or pipeline folder",
+    )
+
+
 def open_source(source: Path, plan: QuantPlan, component: str | None) -> Source:
     """Find the components of ``source`` that ``plan`` quantises and read their headers.
 
@@ -66,11 +94,6 @@ def open_source(source: Path, plan: QuantPlan, component: str | None) -> Source:
         RequestError: the folder is not a model, or there is nothing in it that can be baked.
         CorruptCheckpointError: a safetensors file or its index is damaged.
     """
-    if not source.is_dir():
-        found = "no such folder" if not source.exists() else "a file"
-        raise RequestError(
-            str(source), found, remedy="give a diffusers component folder or pipeline folder"
-        )
     _refuse_run_time_only(plan, component)
     if (source / PIPELINE_FILE).is_file():
         return _open_pipeline(source, plan, component)
