@@ -10,12 +10,12 @@ product in fp64 (bf16 at many rows) for single Linears, to the dense eager outpu
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
-from bench.execution_models import bench_hunyuan, bench_wan
+from bench.execution_models import MODELS, VARIANTS
 from bench.quantised import quantised_linear
 from bench.timing import (
     copies_for,
@@ -45,10 +45,9 @@ SHAPES = {
 }
 
 
-def bench_rows() -> list[dict[str, object]]:
+def bench_rows() -> Iterator[dict[str, object]]:
     """Row quantisation alone: time, bandwidth and share of the copy bandwidth."""
     ceiling = copy_ceiling_tb_s()
-    results = []
     for m in (1120, 27070, 118800):
         for k in (3072, 12288, 14336):
             inputs = [
@@ -64,21 +63,15 @@ def bench_rows() -> list[dict[str, object]]:
                 row[f"{scheme}_ms"] = ms
                 row[f"{scheme}_tb_s"] = 3 * m * k / ms / 1e9
                 row[f"{scheme}_of_copy"] = 3 * m * k / ms / 1e9 / ceiling
-            print(row, flush=True)
-            results.append(row)
+            yield row
             del inputs
-    return results
 
 
-def bench_linears() -> list[dict[str, object]]:
+def bench_linears() -> Iterator[dict[str, object]]:
     """Single Linears with a bias at the row counts and weight shapes of released models."""
-    results = []
     for shape, (n, k) in SHAPES.items():
         for m in ROWS:
-            row = {"shape": shape, "m": m, "n": n, "k": k, **_bench_linear(m, n, k)}
-            print(_short(row), flush=True)
-            results.append(row)
-    return results
+            yield {"shape": shape, "m": m, "n": n, "k": k, **_bench_linear(m, n, k)}
 
 
 def _bench_linear(m: int, n: int, k: int) -> dict[str, object]:
@@ -137,11 +130,14 @@ def _each(function: Callable[[Tensor], object], inputs: list[Tensor]) -> list[Ca
 
 
 def _short(row: dict[str, object]) -> str:
-    cells = [f"{row['shape']:16} M={row['m']:<6}"]
+    cells = []
     for name, value in row.items():
         if isinstance(value, dict):
             text = value.get("failed") or f"{value['ms']:.4f} e{value['error']:.4f}"
             cells.append(f"{name} {str(text)[:24]}")
+        else:
+            shown = round(value, 4) if isinstance(value, float) else value
+            cells.append(f"{name} {shown}")
     return " | ".join(cells)
 
 
@@ -155,23 +151,24 @@ def rejected_shapes() -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """Run the chosen parts and write one JSON file."""
-    parts = {
-        "rows": bench_rows,
-        "linear": bench_linears,
-        "wan": bench_wan,
-        "hunyuan": bench_hunyuan,
-    }
+    """Run the chosen parts; the JSON file is complete after every row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", required=True)
-    parser.add_argument("--part", action="append", choices=tuple(parts))
+    parser.add_argument("--part", action="append", choices=("rows", "linear", *MODELS))
+    parser.add_argument("--variant", action="append", choices=VARIANTS)
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    variants = tuple(arguments.variant or VARIANTS)
     results: dict[str, object] = {"copy_tb_s": copy_ceiling_tb_s()}
-    for part in arguments.part or parts:
-        results[part] = parts[part]()
-        results["rejected"] = rejected_shapes()
-        write_json(arguments.json, envelope(**results))
+    for part in arguments.part or ("rows", "linear", *MODELS):
+        rows: list[dict[str, object]] = []
+        results[part] = rows
+        bench = {"rows": bench_rows, "linear": bench_linears}.get(part)
+        for row in bench() if bench else MODELS[part](variants):
+            print(_short(row), flush=True)
+            rows.append(row)
+            results["rejected"] = rejected_shapes()
+            write_json(arguments.json, envelope(**results))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from diffusers import HunyuanVideoTransformer3DModel, WanTransformer3DModel
@@ -22,11 +22,12 @@ from quantpolicy.schemes import Scheme
 
 FLOOR = 1e-12
 MANY_TOKENS = 10_000
+VARIANTS = ("dense", "fused_fp8", "fused_int8", "torchao_fp8", "torchao_int8")
 SLOW_COMPILES = {("torchao_fp8", 27280), ("torchao_int8", 1120), ("torchao_int8", 27280)}
 Inputs = dict[str, Tensor | bool]
 
 
-def bench_wan() -> list[dict[str, object]]:
+def bench_wan(variants: Sequence[str]) -> Iterator[dict[str, object]]:
     """Wan 2.2 TI2V 5B at 512x320x25 (1,120 tokens) and 1280x704x121 (27,280 tokens)."""
     model = _build(
         WanTransformer3DModel,
@@ -38,10 +39,10 @@ def bench_wan() -> list[dict[str, object]]:
         num_layers=30,
     )
     inputs = {1120: _wan_inputs(7, 20, 32), 27280: _wan_inputs(31, 44, 80)}
-    return _bench_model(model, inputs, lambda name: name.startswith("blocks."))
+    return _bench_model(model, inputs, lambda name: name.startswith("blocks."), variants)
 
 
-def bench_hunyuan() -> list[dict[str, object]]:
+def bench_hunyuan(variants: Sequence[str]) -> Iterator[dict[str, object]]:
     """HunyuanVideo, 4 dual and 8 single blocks, at 848x480x65 (27,030 + 256 tokens)."""
     model = _build(HunyuanVideoTransformer3DModel, num_layers=4, num_single_layers=8)
     mask = torch.zeros(1, 256, device="cuda", dtype=torch.bool)
@@ -58,7 +59,10 @@ def bench_hunyuan() -> list[dict[str, object]]:
         }
     }
     return _bench_model(
-        model, inputs, lambda name: "transformer_blocks." in name and ".norm" not in name
+        model,
+        inputs,
+        lambda name: "transformer_blocks." in name and ".norm" not in name,
+        variants,
     )
 
 
@@ -87,11 +91,13 @@ def _wan_inputs(frames: int, height: int, width: int) -> Inputs:
 
 
 def _bench_model(
-    dense: nn.Module, inputs: dict[int, Inputs], matches: Callable[[str], bool]
-) -> list[dict[str, object]]:
-    results: list[dict[str, object]] = []
+    dense: nn.Module,
+    inputs: dict[int, Inputs],
+    matches: Callable[[str], bool],
+    variants: Sequence[str],
+) -> Iterator[dict[str, object]]:
     outputs = {tokens: dense(**call)[0].clone() for tokens, call in inputs.items()}
-    for variant in ("dense", "fused_fp8", "fused_int8", "torchao_fp8", "torchao_int8"):
+    for variant in variants:
         model = _variant(dense, variant, matches)
         for mode in ("eager", "compile"):
             if mode == "compile":
@@ -104,12 +110,10 @@ def _bench_model(
                 seconds = _first_call_s(model, call)
                 row = {"variant": variant, "tokens": tokens, "mode": mode, "first_s": seconds}
                 row.update(_measure(model, call, outputs[tokens], graph=graph))
-                print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
-                results.append(row)
+                yield row
         del model
         gc.collect()
         torch.cuda.empty_cache()
-    return results
 
 
 def _variant(dense: nn.Module, variant: str, matches: Callable[[str], bool]) -> nn.Module:
@@ -169,3 +173,6 @@ def _paced_ms(call: Callable[[], object], repeats: int) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / repeats
+
+
+MODELS = {"wan": bench_wan, "hunyuan": bench_hunyuan}

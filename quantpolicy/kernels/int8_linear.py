@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quantpolicy.kernels.registry import decline, define_op, why_no_triton
 from quantpolicy.kernels.row_quantise_int8 import int8_rows, row_quantise_int8_reference
+from quantpolicy.kernels.rows import flat_rows
 from quantpolicy.kernels.scaled_gemm import scaled_gemm
 
 if TYPE_CHECKING:
@@ -29,8 +30,9 @@ def int8_linear_reference(
 ) -> Tensor:
     """Multiply in plain torch: exact integers, then one fp32 epilogue."""
     codes, scale = row_quantise_int8_reference(x)
-    acc = int8_matmul_reference(codes.reshape(-1, codes.shape[-1]), weight)
-    return scaled_reference(acc, scale, weight_scale, bias, x)
+    acc = int8_matmul_reference(flat_rows(codes), weight)
+    out = scaled_reference(acc, scale, weight_scale, bias, x.dtype)
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def int8_matmul_reference(codes: Tensor, weight: Tensor) -> Tensor:
@@ -43,13 +45,13 @@ def int8_matmul_reference(codes: Tensor, weight: Tensor) -> Tensor:
 
 
 def scaled_reference(
-    acc: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, x: Tensor
+    acc: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Apply scales and bias to an accumulator in fp32, round once to the dtype of ``x``."""
+    """Apply scales and bias to an accumulator [M, N] in fp32, round once."""
     out = acc.to(torch.float32) * x_scale.reshape(-1, 1) * weight_scale.reshape(1, -1)
     if bias is not None:
         out = out + bias.to(torch.float32)
-    return out.to(x.dtype).reshape(*x.shape[:-1], acc.shape[-1])
+    return out.to(dtype)
 
 
 def _fake(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -61,12 +63,49 @@ def _cuda(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) 
     if x.numel() == 0:
         return int8_linear_reference(x, weight, weight_scale, bias)
     rows, scale = int8_rows(x)
-    reason = why_no_triton(_NAME)
-    if reason:
-        decline(_NAME, reason)
-        return scaled_reference(_int_mm(rows, weight), scale, weight_scale, bias, x)
-    out = scaled_gemm(rows, scale, weight, weight_scale, bias, x.dtype)
+    out = _gemm_cuda(rows, scale, weight, weight_scale, bias, x.dtype)
     return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _gemm_cpu(
+    codes: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    acc = int8_matmul_reference(codes, weight)
+    return scaled_reference(acc, scale, weight_scale, bias, dtype)
+
+
+def _gemm_cuda(
+    codes: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    if codes.numel() == 0:
+        return _gemm_cpu(codes, scale, weight, weight_scale, bias, dtype)
+    reason = why_no_triton(_NAME)
+    if not reason:
+        return scaled_gemm(codes, scale, weight, weight_scale, bias, dtype)
+    decline(_NAME, reason)
+    return scaled_reference(_int_mm(codes, weight), scale, weight_scale, bias, dtype)
+
+
+def _gemm_fake(
+    codes: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    del scale, weight_scale, bias
+    return codes.new_empty((codes.shape[0], weight.shape[0]), dtype=dtype)
 
 
 def _int_mm(codes: Tensor, weight: Tensor) -> Tensor:
@@ -85,4 +124,14 @@ int8_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = define_
     cpu=int8_linear_reference,
     cuda=_cuda,
     fake=_fake,
+)
+
+int8_gemm: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, torch.dtype], Tensor] = (
+    define_op(  # type: ignore[assignment]
+        "int8_gemm(Tensor codes, Tensor scale, Tensor weight, Tensor weight_scale, Tensor? bias,"
+        " ScalarType dtype) -> Tensor",
+        cpu=_gemm_cpu,
+        cuda=_gemm_cuda,
+        fake=_gemm_fake,
+    )
 )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from quantpolicy.errors import KernelMountError
 from quantpolicy.kernels.fp8_linear import fp8_linear
 from quantpolicy.kernels.int8_linear import int8_linear
+from quantpolicy.kernels.traced import traced_fp8_linear, traced_int8_linear
 from quantpolicy.schemes import Scheme
 
 _EXTRA = "extra_"
@@ -99,6 +100,10 @@ class FusedLinear(nn.Linear):
                 allowed="fused execution serves inference only",
                 remedy="run under torch.no_grad(), or plan with execution='torchao'",
             )
+        if torch.compiler.is_compiling():
+            if self.scheme is Scheme.FP8:
+                return traced_fp8_linear(x, self.qdata, self.scale, self.bias, self.floor)
+            return traced_int8_linear(x, self.qdata, self.scale, self.bias)
         if self.scheme is Scheme.FP8:
             return fp8_linear(x, self.qdata, self.scale, self.bias, self.floor)
         return int8_linear(x, self.qdata, self.scale, self.bias)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 MM_ALIGNMENT = 16
 MANY_ROWS = 256
+PROBE_ROWS = (1, 2, 16, 17, 41, 64, 128, 256)
 
 
 class Route(StrEnum):
@@ -37,6 +38,7 @@ class Signature(NamedTuple):
 
 
 _ROUTES: dict[Signature, Route] = {}
+_COMPILED_ROUTES: dict[tuple[object, ...], Route] = {}
 
 
 def signature_of(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Signature:
@@ -53,6 +55,40 @@ def routes() -> dict[Signature, Route]:
 def forget_routes() -> None:
     """Forget every answer, for tests and after a change of device."""
     _ROUTES.clear()
+    _COMPILED_ROUTES.clear()
+
+
+@torch.compiler.assume_constant_result
+def route_at_any_rows(
+    device_type: str, index: int | None, n: int, k: int, bias: bool, dtype: torch.dtype
+) -> str:
+    """Return the value of the one route that serves a weight shape at every number of rows.
+
+    For compiled code, which serves many numbers of rows: called while tracing, it multiplies
+    zeros at PROBE_ROWS. ``triton`` where no vendor route serves all. A plain string, because a
+    traced constant keeps no identity.
+    """
+    key = (device_type, index, n, k, bias, dtype)
+    if key not in _COMPILED_ROUTES:
+        device = torch.device(device_type, index) if index is not None else device_type
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            _COMPILED_ROUTES[key] = _probe_rows(torch.device(device), n, k, bias, dtype)
+    return _COMPILED_ROUTES[key].value
+
+
+def _probe_rows(device: torch.device, n: int, k: int, bias: bool, dtype: torch.dtype) -> Route:
+    weight = torch.zeros((n, k), device=device, dtype=torch.float8_e4m3fn)
+    w_scale = torch.ones((n, 1), device=device)
+    added = torch.zeros(n, device=device, dtype=dtype) if bias else None
+    found = set()
+    for rows in PROBE_ROWS:
+        x = torch.zeros((rows, k), device=device, dtype=torch.float8_e4m3fn)
+        x_scale = torch.ones((rows, 1), device=device)
+        scaled_mm(x, x_scale, weight, w_scale, added, dtype)
+        found.add(_ROUTES.get(signature_of(x, weight, added, dtype), Route.TRITON))
+    if Route.TRITON in found:
+        return Route.TRITON
+    return Route.SEPARATE_BIAS if Route.SEPARATE_BIAS in found else Route.EPILOGUE
 
 
 def scaled_mm(

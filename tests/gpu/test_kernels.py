@@ -144,7 +144,7 @@ def test_int8_gemm_is_exact_before_the_epilogue(m: int, n: int, k: int) -> None:
     found = scaled_gemm(x, ones(x_scale), weight, ones(w_scale), None, torch.float32)
     assert torch.equal(found, acc.to(torch.float32))
     found = scaled_gemm(x, x_scale, weight, w_scale, bias, torch.bfloat16)
-    expected = scaled_reference(acc, x_scale, w_scale, bias, found)
+    expected = scaled_reference(acc, x_scale, w_scale, bias, found.dtype)
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-6)
     assert not torch.equal(found, expected + 0.02 * expected.abs())
 
@@ -291,7 +291,7 @@ def test_fused_linear_in_a_cuda_graph_and_under_compile(kind: str) -> None:
     with torch.no_grad():
         for rows in (40, 64, 100, 256, 300, 1120):
             x = values((rows, 128), "normal", torch.bfloat16)
-            torch.testing.assert_close(compiled(x), model(x), rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(compiled(x), model(x), rtol=3e-2, atol=3e-2)
         assert counted["unique_graphs"] <= 2
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -68,7 +68,7 @@ for m, n, k, tiles, with_bias in gemms:
     bias = torch.randn(n) if with_bias else None
     out = scaled_gemm.scaled_gemm(x, x_scale, weight, w_scale, bias, torch.float32, tiles)
     acc = int8_matmul_reference(x, weight)
-    expected = scaled_reference(acc, x_scale, w_scale, bias, out)
+    expected = scaled_reference(acc, x_scale, w_scale, bias, out.dtype)
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
     print("multiplied", m, n, k)
 """
