@@ -71,8 +71,8 @@ class RowQuantiser:
     def _step(self, rows: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:
         amax = self._row_maximum(rows)
         flat = self._values[: rows.numel()]
-        pieces = flat.split(TORCH_VALUES)
-        for piece, source in zip(pieces, rows.view(-1).split(TORCH_VALUES), strict=True):
+        pieces = torch.split(flat, TORCH_VALUES)
+        for piece, source in zip(pieces, torch.split(rows.view(-1), TORCH_VALUES), strict=True):
             piece.copy_(source)
         values = flat.view_as(rows).numpy()
         if self._is_int8:
@@ -83,7 +83,7 @@ class RowQuantiser:
             scale.copy_(torch.clamp(amax, min=WEIGHT_FLOOR) / self._largest)
             np.divide(values, scale.numpy(), out=values)
         least = _INT8_MIN if self._is_int8 else -self._largest
-        for piece, target in zip(pieces, data.view(-1).split(TORCH_VALUES), strict=True):
+        for piece, target in zip(pieces, torch.split(data.view(-1), TORCH_VALUES), strict=True):
             target.copy_(piece.clamp_(least, self._largest))
 
     def _row_maximum(self, rows: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,7 @@ import hashlib
 import os
 import queue
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,76 +19,15 @@ from typing import BinaryIO
 
 import torch
 
-from prequant.encode import TILE_ROWS, TORCH_DTYPES
-from prequant.layout import Job, Mode, ShardLayout
-from prequant.rows import ROW_SCHEMES, NonFiniteError, RowQuantiser
-from quantpolicy.errors import Mismatch, PlanMismatchError, QuantPolicyError, RequestError
+from prequant import pool
+from prequant.layout import Job, ShardLayout
+from prequant.pool import WAIT_S, BufferPool, StoppedError, view_of
+from prequant.turn import Piece, Result, Turner, piece_bytes
+from quantpolicy.errors import QuantPolicyError, RequestError
 from quantpolicy.plan import SchemeSettings
-from quantpolicy.runtime.weights import quantise_weight, tensor_parts
-from quantpolicy.schemes import Scheme
 
-PIECE_BYTES = 8 << 20
 POOL_BYTES = 128 << 20
 FLUSH_BYTES = 64 << 20
-_WAIT_S = 0.1
-
-Progress = Callable[[int, int], None]
-
-
-class _StoppedError(Exception):
-    """Another thread failed; this one gives up quietly."""
-
-
-class BufferPool:
-    """Byte buffers of which at most ``limit_bytes`` are out at a time (one, if it is larger)."""
-
-    def __init__(self, limit_bytes: int, stop: threading.Event) -> None:
-        self._limit = limit_bytes
-        self._stop = stop
-        self._out_bytes = 0
-        self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-        self._condition = threading.Condition()
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Return a buffer of at least ``nbytes``, when there is room for it."""
-        size = PIECE_BYTES if nbytes <= PIECE_BYTES else nbytes
-        with self._condition:
-            while self._out_bytes and self._out_bytes + size > self._limit:
-                if self._stop.is_set():
-                    raise _StoppedError
-                self._condition.wait(_WAIT_S)
-            self._out_bytes += size
-            if self._free[size]:
-                return self._free[size].pop()
-        return torch.empty(size, dtype=torch.uint8)
-
-    def give(self, buffer: torch.Tensor) -> None:
-        """Take a buffer back; large ones are freed."""
-        with self._condition:
-            self._out_bytes -= buffer.numel()
-            if buffer.numel() == PIECE_BYTES:
-                self._free[PIECE_BYTES].append(buffer)
-            self._condition.notify_all()
-
-
-@dataclass(slots=True)
-class Piece:
-    """Consecutive bytes of one source tensor; ``last`` closes the tensor."""
-
-    job: Job
-    buffer: torch.Tensor
-    nbytes: int
-    last: bool
-
-
-@dataclass(slots=True)
-class Result:
-    """Bytes to write next, and where their buffer goes back to."""
-
-    view: memoryview
-    buffer: torch.Tensor | None = None
-    pool: BufferPool | None = None
-    source_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +92,10 @@ class _Stream:
                 written = [self._write(shard, flusher) for shard in self._shards]
             for thread in threads:
                 thread.join()
-        except _StoppedError:
-            raise self._faults[0] from None
+        except StoppedError:
+            for fault in self._faults:
+                raise fault from None
+            raise RuntimeError("a thread of the bake died; its traceback stands above") from None
         finally:
             self._stop.set()
             for thread in threads:
@@ -170,39 +110,43 @@ class _Stream:
         ]
 
     def _guarded(self, body: Callable[[], None]) -> None:
-        """Run a thread's body; hand its fault to the calling thread."""
+        """Run a thread's body; whatever ends it early stops the others."""
+        finished = False
         try:
             body()
-        except _StoppedError:
-            self._stop.set()
+            finished = True
+        except StoppedError:
+            pass
         except (QuantPolicyError, OSError, RuntimeError, ValueError, MemoryError) as fault:
             self._faults.append(fault)
-            self._stop.set()
+        finally:
+            if not finished:
+                self._stop.set()
 
     def _put(self, target: queue.Queue[Piece] | queue.Queue[Result], item: object) -> None:
         while not self._stop.is_set():
             try:
-                target.put(item, timeout=_WAIT_S)  # type: ignore[arg-type]
+                target.put(item, timeout=WAIT_S)  # type: ignore[arg-type]
             except queue.Full:
                 continue
             return
-        raise _StoppedError
+        raise StoppedError
 
     def _next_piece(self) -> Piece:
         while not self._stop.is_set():
             try:
-                return self._pieces.get(timeout=_WAIT_S)
+                return self._pieces.get(timeout=WAIT_S)
             except queue.Empty:
                 continue
-        raise _StoppedError
+        raise StoppedError
 
     def _next_result(self) -> Result:
         while not self._stop.is_set():
             try:
-                return self._ready.get(timeout=_WAIT_S)
+                return self._ready.get(timeout=WAIT_S)
             except queue.Empty:
                 continue
-        raise _StoppedError
+        raise StoppedError
 
     # reading
 
@@ -238,10 +182,10 @@ class _Stream:
     ) -> None:
         file.seek(start)
         while start < end:
-            nbytes = min(PIECE_BYTES, end - start)
+            nbytes = min(pool.PIECE_BYTES, end - start)
             buffer = self._sources.take(nbytes)
             _fill(file, buffer, nbytes, shard.source.path)
-            digest.update(_view(buffer, nbytes))
+            digest.update(view_of(buffer, nbytes))
             self._sources.give(buffer)
             start += nbytes
 
@@ -249,7 +193,7 @@ class _Stream:
         self, job: Job, shard: ShardLayout, file: BinaryIO, digest: hashlib._Hash | None
     ) -> None:
         left = job.entry.end - job.entry.start
-        step = _piece_bytes(job)
+        step = piece_bytes(job)
         if left == 0:
             self._put(self._pieces, Piece(job, torch.empty(0, dtype=torch.uint8), 0, True))
         while left:
@@ -257,14 +201,14 @@ class _Stream:
             buffer = self._sources.take(nbytes)
             _fill(file, buffer, nbytes, shard.source.path)
             if digest is not None:
-                digest.update(_view(buffer, nbytes))
+                digest.update(view_of(buffer, nbytes))
             left -= nbytes
             self._put(self._pieces, Piece(job, buffer, nbytes, not left))
 
     # working
 
     def _work(self) -> None:
-        quantiser = _WeightQuantiser(self._settings, self._results)
+        turner = Turner(self._settings, self._sources, self._results)
         for shard in self._shards:
             for _ in shard.jobs:
                 last = False
@@ -272,24 +216,8 @@ class _Stream:
                     piece = self._next_piece()
                     last = piece.last
                     if piece.nbytes:
-                        for result in self._turn(piece, quantiser):
+                        for result in turner.turn(piece):
                             self._put(self._ready, result)
-
-    def _turn(self, piece: Piece, quantiser: _WeightQuantiser) -> Iterator[Result]:
-        job, nbytes = piece.job, piece.nbytes
-        if job.mode is Mode.COPY:
-            yield Result(_view(piece.buffer, nbytes), piece.buffer, self._sources, nbytes)
-            return
-        source = piece.buffer[:nbytes].view(TORCH_DTYPES[job.entry.dtype])
-        assert job.dtype is not None
-        if job.mode is Mode.CAST:
-            out_bytes = source.numel() * job.dtype.itemsize
-            buffer = self._results.take(out_bytes)
-            buffer[:out_bytes].view(job.dtype).copy_(source)
-            yield Result(_view(buffer, out_bytes), buffer, self._results, nbytes)
-        else:
-            yield from quantiser.turn(job, source, nbytes, piece.last)
-        self._sources.give(piece.buffer)
 
     # writing
 
@@ -321,101 +249,8 @@ class _Stream:
         return shard.file_name, written, digest.hexdigest()
 
 
-class _WeightQuantiser:
-    """Turns the pieces of one weight after another into the parts it is stored as."""
-
-    def __init__(self, settings: SchemeSettings, pool: BufferPool) -> None:
-        self._settings = settings
-        self._pool = pool
-        self._by_rows: dict[tuple[Scheme, torch.dtype, torch.dtype], RowQuantiser] = {}
-        self._scales: list[dict[str, torch.Tensor]] = []
-
-    def turn(
-        self, job: Job, source: torch.Tensor, source_bytes: int, last: bool
-    ) -> Iterator[Result]:
-        """Yield the data of these rows, and with the last ones the scales of all."""
-        assert job.layer is not None
-        assert job.encoding is not None
-        rows = source.view(-1, job.layer.shape[1]).to(job.dtype)
-        try:
-            if job.layer.scheme in ROW_SCHEMES:
-                yield self._by_row(job, rows, source_bytes)
-            else:
-                yield from self._by_tile(job, rows, source_bytes)
-        except NonFiniteError as error:
-            raise _not_finite(job) from error
-        if last:
-            scales, self._scales = self._scales, []
-            for part in job.encoding.parts[1:]:
-                pieces = [scale[part.name] for scale in scales if part.name in scale]
-                if not pieces:
-                    whole = torch.zeros(part.shape, dtype=part.dtype)
-                else:
-                    whole = torch.cat(pieces) if part.shape else pieces[0]
-                flat = whole.reshape(-1).view(torch.uint8)
-                yield Result(_view(flat, flat.numel()))
-
-    def _by_row(self, job: Job, rows: torch.Tensor, source_bytes: int) -> Result:
-        assert job.layer is not None
-        assert job.encoding is not None
-        data_dtype = job.encoding.parts[0].dtype
-        key = (job.layer.scheme, rows.dtype, data_dtype)
-        if key not in self._by_rows:
-            self._by_rows[key] = RowQuantiser(*key)
-        buffer = self._pool.take(rows.numel())
-        data = buffer[: rows.numel()].view(data_dtype).view_as(rows)
-        scale = torch.empty(len(rows), 1)
-        self._by_rows[key].quantise(rows, data, scale)
-        self._scales.append({"scale": scale})
-        return Result(_view(buffer, rows.numel()), buffer, self._pool, source_bytes)
-
-    def _by_tile(self, job: Job, rows: torch.Tensor, source_bytes: int) -> Iterator[Result]:
-        """Quantise a few tiles at a time.
-
-        A scheme with one scale for the whole tensor gets an extra tile that holds the tensor's
-        largest value, so that every chunk has the same maximum; its output is dropped.
-        """
-        assert job.layer is not None
-        scheme, tile = job.layer.scheme, TILE_ROWS[job.layer.scheme]
-        amax = rows.abs().max()
-        if not bool(amax.isfinite()):
-            raise NonFiniteError
-        step = max(tile, PIECE_BYTES // (rows.shape[1] * rows.element_size()) // tile * tile)
-        for first in range(0, len(rows), step):
-            chunk = rows[first : first + step]
-            extra = 0
-            if scheme is Scheme.NVFP4 and len(rows) > step:
-                extra = tile
-                chunk = torch.cat([amax.expand(tile, rows.shape[1]), chunk])
-            parts = tensor_parts(quantise_weight(chunk, scheme, self._settings))
-            data = parts.pop("qdata")[extra:].contiguous()
-            if extra:
-                tiles = -(-len(chunk) // tile)
-                parts["scale"] = parts["scale"][parts["scale"].shape[0] // tiles :]
-            self._scales.append(parts)
-            flat = data.view(torch.uint8).reshape(-1)
-            share = source_bytes * len(chunk[extra:]) // len(rows)
-            yield Result(_view(flat, flat.numel()), source_bytes=share)
-
-
-def _piece_bytes(job: Job) -> int:
-    """Return how many bytes of a tensor are read at a time: whole rows, whole tiles."""
-    if job.layer is None or job.mode is not Mode.QUANTISE:
-        return PIECE_BYTES
-    if job.layer.scheme is Scheme.NVFP4:
-        return max(1, job.entry.end - job.entry.start)
-    row_bytes = job.layer.shape[1] * TORCH_DTYPES[job.entry.dtype].itemsize
-    tile_bytes = max(1, row_bytes * TILE_ROWS[job.layer.scheme])
-    return max(1, PIECE_BYTES // tile_bytes) * tile_bytes
-
-
-def _view(buffer: torch.Tensor, nbytes: int) -> memoryview:
-    values: memoryview = buffer.numpy().data
-    return values[:nbytes]
-
-
 def _fill(file: BinaryIO, buffer: torch.Tensor, nbytes: int, path: Path) -> None:
-    view = _view(buffer, nbytes)
+    view = view_of(buffer, nbytes)
     while view.nbytes:
         count = file.readinto(view)  # type: ignore[attr-defined]
         if not count:
@@ -437,11 +272,4 @@ def _flush(descriptor: int) -> None:
 def _io_fault(path: Path, verb: str, error: OSError) -> RequestError:
     return RequestError(
         str(path), f"cannot be {verb}: {error.strerror}", remedy="check space and permissions"
-    )
-
-
-def _not_finite(job: Job) -> PlanMismatchError:
-    fault = Mismatch("weight_not_finite", job.name, "finite values", "NaN or infinity")
-    return PlanMismatchError(
-        "source", (fault,), remedy="repair or download the dense checkpoint again"
     )

@@ -27,8 +27,7 @@ from torchao.core.config import config_to_dict
 from torchao.prototype.safetensors.safetensors_utils import is_metadata_torchao
 from torchao.quantization import FqnToConfig
 
-import prequant.stream
-from prequant import bake
+from prequant import bake, pool
 from prequant.encode import encode_weight, part_name, quantization_config
 from prequant.forms import part_forms, quantization_config_form, tensor_metadata
 from prequant.header import HEADER_FILE
@@ -157,7 +156,7 @@ def test_tiles_are_joined_bit_for_bit(
     tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of a big weight: 1,040 rows are nine tiles, read or turned a few tiles at a time."""
-    monkeypatch.setattr(prequant.stream, "PIECE_BYTES", 128 * 128 * 2 * 3)
+    monkeypatch.setattr(pool, "PIECE_BYTES", 128 * 128 * 2 * 3)
     folder = tmp_path / COMPONENT
     save_dense(WAN, folder)
     plan = plan_for(folder, scheme)
@@ -372,6 +371,26 @@ def test_a_failure_leaves_the_old_out_and_nothing_else(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    ("fault", "expected"), [(OSError(5, "I/O error"), RequestError), (KeyError("x"), RuntimeError)]
+)
+def test_a_fault_in_a_thread_ends_the_bake(
+    dense: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Exception,
+    expected: type[Exception],
+) -> None:
+    def fail(self: RowQuantiser, *tensors: torch.Tensor) -> None:
+        raise fault
+
+    monkeypatch.setattr(RowQuantiser, "quantise", fail)
+    with pytest.raises(expected):
+        bake(dense, tmp_path / "out", plan=plan_for(dense, "int8"))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_too_little_space_is_told_before_anything_is_written(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,7 +404,7 @@ def test_too_little_space_is_told_before_anything_is_written(
 CHILD = """
     import sys
     from pathlib import Path
-    from prequant import bake
+    from prequant import bake, pool
     from quantpolicy.plan import QuantPlan
     {before}
     plan = QuantPlan.from_file(Path(sys.argv[3]))
@@ -482,7 +501,7 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
             lines = Path("/proc/self/status").read_text().splitlines()
             return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
         before = status("VmRSS")
-        from prequant import bake
+        from prequant import bake, pool
         from quantpolicy.plan import QuantPlan
         bake(sys.argv[1], sys.argv[2], plan=QuantPlan.from_file(Path(sys.argv[3])))
         print(status("VmHWM") - before)
