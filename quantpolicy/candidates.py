@@ -21,7 +21,14 @@ from quantpolicy.plan import Workload
 from quantpolicy.request import Request
 from quantpolicy.rule_schema import Effect, FamilySpec, Rule, SchemePolicy
 from quantpolicy.rules import RuleTable
-from quantpolicy.schemes import Cause, ComponentKind, Confidence, Scheme, SchemeChoice
+from quantpolicy.schemes import (
+    Cause,
+    ComponentKind,
+    Confidence,
+    Execution,
+    Scheme,
+    SchemeChoice,
+)
 from quantpolicy.target import Target, TargetComponent
 
 OFFERED = {
@@ -41,6 +48,10 @@ OFFERED = {
     ),
     ComponentKind.VAE: (Scheme.DENSE, Scheme.LAYERWISE_FP8),
 }
+
+# What fused ops multiply, and the float8 type they know.
+FUSED_SCHEMES = frozenset({Scheme.INT8, Scheme.FP8})
+FUSED_FP8_DTYPE = "float8_e4m3fn"
 
 # Schemes that multiply in a float8 type, which the host's matrix units must have.
 FP8_COMPUTE = frozenset({Scheme.FP8, Scheme.MXFP8})
@@ -96,12 +107,14 @@ class Refusal:
 
     Args:
         rule: id of the rule that refuses, "" when a fact does.
+        flag: a flag, with its value, that would lift the refusal; "" for none.
     """
 
     because: Cause
     detail: str
     rule: str = ""
     evidence: tuple[str, ...] = ()
+    flag: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +189,20 @@ def host_refusal(scheme: Scheme, policy: SchemePolicy, host: Host) -> str:
     return ""
 
 
+def execution_refusal(scheme: Scheme, execution: Execution, host: Host) -> str:
+    """Return why an execution does not multiply a scheme on the host, "" when it does.
+
+    A scheme without a GEMM of its own is not multiplied by either.
+    """
+    if execution is not Execution.FUSED or scheme is Scheme.LAYERWISE_FP8:
+        return ""
+    if scheme not in FUSED_SCHEMES:
+        return f"fused execution multiplies {' and '.join(sorted(FUSED_SCHEMES))} only"
+    if scheme is Scheme.FP8 and host.fp8_dtype != FUSED_FP8_DTYPE:
+        return f"fused execution multiplies {FUSED_FP8_DTYPE}, and {host.name} {host.fp8_dtype}"
+    return ""
+
+
 def _judge_all(case: Case, name: str, scheme: Scheme, policy: SchemePolicy) -> tuple[Verdict, ...]:
     rules, lift = case.rules_of(name), case.request.lift
     terms = Terms(
@@ -217,6 +244,9 @@ def _refuse(
     detail = host_refusal(scheme, policy, case.host)
     if detail:
         return Refusal(Cause.CAPABILITY, detail)
+    detail = execution_refusal(scheme, case.request.execution, case.host)
+    if detail:
+        return Refusal(Cause.NOT_OFFERED, detail, flag=f"--execution {Execution.TORCHAO}")
     if component.dtype not in policy.dtypes:
         wanted = " or ".join(policy.dtypes)
         detail = f"{scheme} is made from {wanted}; {name} is loaded in {component.dtype}"

@@ -127,6 +127,8 @@ def denial(
     if refusal.rule:
         lift = f", or lift the rule with --lift {refusal.rule}"
         stands = f", which stands at {case.rules.origin(refusal.rule)}"
+    elif refusal.flag:
+        lift = f", or ask for {refusal.flag}"
     return DeniedError(
         f"{case.target.family} {name} on {case.host.name}",
         f"{chosen.scheme} was asked for: {refusal.detail}{stands}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from quantpolicy.match import block_pattern
@@ -61,6 +62,10 @@ def _headline(plan: QuantPlan) -> str:
     if plan.kernels:
         ops = ", ".join(f"{kernel.op} ({kernel.contract})" for kernel in plan.kernels)
         lines.append(f"  kernels: {ops}")
+    if plan.fusions:
+        counts = Counter((fusion.component, fusion.name) for fusion in plan.fusions)
+        joined = ", ".join(f"{name} at {n} places of {part}" for (part, name), n in counts.items())
+        lines.append(f"  fusions: {joined}")
     if plan.lifted:
         lines.append(f"  lifted rules: {', '.join(plan.lifted)}")
     lines.append(f"  weights {plan.weights_digest[:16]}, plan {plan.plan_digest[:16]}")

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from quantpolicy.errors import RequestError
 from quantpolicy.record import Record
-from quantpolicy.schemes import Scheme
+from quantpolicy.schemes import Execution, Scheme
 
 PRESETS_FILE = Path(__file__).parent / "data" / "hosts.yaml"
 
@@ -68,6 +68,7 @@ class Rates(Record):
 
     Args:
         gemm_tflops: effective TFLOP/s of a large Linear per scheme, ``dense`` being bf16.
+        fused_gemm_tflops: the same under fused execution, for the schemes where it differs.
         copy_gb_per_s: device-to-device copy, bytes read plus bytes written, GB/s (10^9).
         launch_us: host-side cost of one kernel launch in eager mode, microseconds.
         source: where the numbers come from.
@@ -77,6 +78,12 @@ class Rates(Record):
     copy_gb_per_s: float
     launch_us: float
     source: str
+    fused_gemm_tflops: dict[Scheme, float] = Field(default_factory=dict)
+
+    def tflops(self, scheme: Scheme, execution: Execution) -> float | None:
+        """Return the rate of a scheme's GEMM under an execution, None when not known."""
+        own = self.fused_gemm_tflops if execution is Execution.FUSED else {}
+        return own.get(scheme, self.gemm_tflops.get(scheme))
 
 
 class Host(Record):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quantpolicy.errors import RequestError, RuleTableError
+from quantpolicy.fusions import fusion_places
 from quantpolicy.inventory.model import Inventory, LinearFacts
 from quantpolicy.inventory.shipped import load_inventory
 from quantpolicy.match import first_matching_token, matches_token
@@ -119,6 +120,7 @@ def _lint_table(table: RuleTable) -> Iterator[LintFinding]:
         yield from _counts(table, table.rule(rule_id), released)
         yield from _unjustified(table, table.rule(rule_id), released)
     for item in released:
+        yield from _fusion_counts(table, item)
         yield from _unprobed(item)
         yield from _uncovered(table, item)
     if len(released) == sum(bool(part.inventory) for _, part in _components(table)):
@@ -149,6 +151,7 @@ def _unused_evidence(table: RuleTable) -> Iterator[LintFinding]:
     used.update(name for policy in table.schemes.values() for name in policy.evidence)
     for spec in table.families.values():
         used.update(name for names in spec.measured.values() for name in names)
+        used.update(name for use in spec.fusions.values() for name in use.evidence)
     for name in table.evidence:
         if name not in used:
             yield _warning(
@@ -191,6 +194,22 @@ def _counts(table: RuleTable, rule: Rule, released: list[Released]) -> Iterator[
         yield _error(
             "dead_token", where, f"{rule.id}: token {token!r} matches no Linear; remove it"
         )
+
+
+def _fusion_counts(table: RuleTable, item: Released) -> Iterator[LintFinding]:
+    """Compare the places of a fusion in a denoiser with ``expect``."""
+    if item.spec.kind is not ComponentKind.DENOISER:
+        return
+    names = [linear.name for linear in item.inventory.linears]
+    for fusion, use in table.families[item.family].fusions.items():
+        count = len(fusion_places(table.file.fusions[fusion], names))
+        if count != use.expect:
+            yield _error(
+                "fusion_expect",
+                f"families.{item.family}.fusions.{fusion}",
+                f"its parts stand in {count} modules of {item.name}, expect says {use.expect}; "
+                "correct within, parts or the number",
+            )
 
 
 def fewest_rows(linear: LinearFacts, spec: FamilySpec) -> int | None:

@@ -131,6 +131,23 @@ class PlannedKernel(Record):
     contract: Quality
 
 
+class PlannedFusion(Record):
+    """Projections to join at run time, so that they quantise their input once and share a GEMM.
+
+    The stored weights are not concerned.
+
+    Args:
+        name: id of the fusion in the rule table.
+        parts: full module names; the first is called first.
+        scheme: of all parts.
+    """
+
+    component: str
+    name: str
+    parts: tuple[str, ...]
+    scheme: Scheme
+
+
 class CompilePlan(Record):
     """How the denoiser is compiled: ``mode`` is ``none`` or ``regional`` (its repeated blocks)."""
 
@@ -194,6 +211,7 @@ class QuantPlan(Record):
     memory: MemoryPlan
     lifted: tuple[str, ...]
     notes: tuple[str, ...]
+    fusions: tuple[PlannedFusion, ...] = ()
 
     @property
     def weights_digest(self) -> str:

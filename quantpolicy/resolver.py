@@ -14,6 +14,7 @@ from quantpolicy.choice import choose
 from quantpolicy.cost import WeightBytes, activation_bytes, plan_memory
 from quantpolicy.decisions import FLAGS, Outcome
 from quantpolicy.errors import DeniedError, RequestError
+from quantpolicy.fusions import plan_fusions
 from quantpolicy.host import Backend, Host
 from quantpolicy.layers import Verdict, group_linears, list_layers
 from quantpolicy.notes import write_notes
@@ -28,14 +29,13 @@ from quantpolicy.plan import (
     SchemeSettings,
 )
 from quantpolicy.request import Request
-from quantpolicy.schemes import Cause, ComponentKind, Execution, Quality, Scheme, SchemeChoice, Tier
+from quantpolicy.schemes import Cause, ComponentKind, Quality, Scheme, SchemeChoice, Tier
 from quantpolicy.workload import plan_workload
 
 if TYPE_CHECKING:
     from quantpolicy.rules import RuleTable
     from quantpolicy.target import Target
 
-OFFERED_EXECUTIONS = (Execution.TORCHAO,)
 GPU_BACKENDS = (Backend.CUDA, Backend.ROCM)
 # The compiler behind torch.compile supports no older CUDA device.
 MIN_COMPILE_SM = 70
@@ -70,13 +70,13 @@ def resolve_target(target: Target, host: Host, request: Request, rules: RuleTabl
     """Resolve one plan for a target; see ``resolve``. Equal arguments give equal plans."""
     for rule_id in request.lift:
         rules.rule(rule_id)
-    _check_execution(request)
     tier, compiled = _plan_tier(host, request)
     case = _open_case(target, host, request, rules)
     _check_components(case)
     outcomes, memory = _choose_all(case)
     components = {name: _component_plan(case, name, outcomes[name]) for name in target.components}
     lifted = _effective_lifts(case, components)
+    fusions, fusion_notes = plan_fusions(case, components, tier)
     return QuantPlan(
         family=target.family,
         tier=tier,
@@ -94,7 +94,8 @@ def resolve_target(target: Target, host: Host, request: Request, rules: RuleTabl
         compile=compiled,
         memory=memory,
         lifted=lifted,
-        notes=write_notes(case, outcomes, components, memory, lifted),
+        notes=(*write_notes(case, outcomes, components, memory, lifted), *fusion_notes),
+        fusions=fusions,
     )
 
 
@@ -181,16 +182,6 @@ def _settings(case: Case, scheme: Scheme) -> SchemeSettings:
         weight_dtype=weight_dtypes[scheme],
         activation_floor=policy.activation_floor,
     )
-
-
-def _check_execution(request: Request) -> None:
-    if request.execution not in OFFERED_EXECUTIONS:
-        raise RequestError(
-            "execution",
-            f"{request.execution} is not offered by this version",
-            allowed="offered: " + ", ".join(OFFERED_EXECUTIONS),
-            remedy="leave --execution out",
-        )
 
 
 def _check_components(case: Case) -> None:

@@ -8,7 +8,15 @@ from typing import NamedTuple, TypeAlias
 
 from quantpolicy.errors import RuleTableError
 from quantpolicy.rule_errors import suggest
-from quantpolicy.rule_schema import Effect, EvidenceRecord, FamilySpec, Rule, RuleFile
+from quantpolicy.rule_schema import (
+    Effect,
+    EvidenceRecord,
+    FamilySpec,
+    FusionUse,
+    Pays,
+    Rule,
+    RuleFile,
+)
 from quantpolicy.schemes import DTYPE_BYTES, RULE_CAUSES, Scheme
 from quantpolicy.yaml_source import YamlPath
 
@@ -97,8 +105,26 @@ def _check_sections(file: RuleFile) -> Iterator[Problem]:
                 )
     for name, record in file.evidence.items():
         yield from _check_evidence(("evidence", name), record)
+    yield from _check_fusions(file)
     for family, spec in file.families.items():
         yield from _check_family(file, family, spec)
+
+
+def _check_fusions(file: RuleFile) -> Iterator[Problem]:
+    for name, fusion in file.fusions.items():
+        for token in fusion.within:
+            yield from _check_token(("fusions", name, "within"), token)
+        yield from _check_parts(("fusions", name, "parts"), fusion.parts)
+
+
+def _check_parts(path: YamlPath, parts: tuple[str, ...]) -> Iterator[Problem]:
+    for part in parts:
+        if not re.fullmatch(r"[A-Za-z0-9_]+", part):
+            found = f"part {part!r} is no name in a module"
+            yield Problem(path, found, "one segment without globs", "name it as in to_q")
+        if parts.count(part) > 1:
+            yield Problem(path, f"part {part!r} is given twice", "", "keep one")
+            break
 
 
 def _check_dtypes(path: YamlPath, dtypes: tuple[str, ...]) -> Iterator[Problem]:
@@ -142,10 +168,26 @@ def _check_family_names(file: RuleFile, spec: FamilySpec, path: YamlPath) -> Ite
             )
     for scheme, evidence in spec.measured.items():
         yield from _check_cited(file, evidence, (*path, "measured", scheme.value))
+    for name, use in spec.fusions.items():
+        yield from _check_fusion_use(file, name, use, (*path, "fusions", name))
     if spec.tiny and spec.tiny not in file.tiny:
         yield Problem(
             (*path, "tiny"), f"unknown tiny model {spec.tiny!r}", *suggest(spec.tiny, file.tiny)
         )
+
+
+def _check_fusion_use(
+    file: RuleFile, name: str, use: FusionUse, path: YamlPath
+) -> Iterator[Problem]:
+    if name not in file.fusions:
+        yield Problem(path, f"unknown fusion {name!r}", *suggest(name, file.fusions))
+    if use.expect < 0:
+        yield Problem((*path, "expect"), "a negative number", "0 or more", "count again")
+    if (use.pays is Pays.UNKNOWN) != (not use.evidence):
+        remedy = "cite the measurement" if not use.evidence else "say measured or refuted"
+        found = f"{use.pays.value} with {len(use.evidence)} evidence records"
+        yield Problem((*path, "pays"), found, "unknown without, others with evidence", remedy)
+    yield from _check_cited(file, use.evidence, (*path, "evidence"))
 
 
 def _check_token(path: YamlPath, token: str) -> Iterator[Problem]:

@@ -223,6 +223,41 @@ class KernelSpec(Record):
     contract: Quality
 
 
+class Pays(StrEnum):
+    """Whether joining projections makes a family faster; only ``measured`` enters a plan."""
+
+    MEASURED = "measured"
+    REFUTED = "refuted"
+    UNKNOWN = "unknown"
+
+
+class FusionSpec(Record):
+    """Projections of one module that read the same input, and can share one GEMM.
+
+    Args:
+        within: tokens of the modules that hold them.
+        parts: names of the projections in the module. The first one called computes for all, so it
+            is the one that the model calls first.
+    """
+
+    within: tuple[str, ...] = Field(min_length=1)
+    parts: tuple[str, ...] = Field(min_length=2)
+    note: str = ""
+
+
+class FusionUse(Record):
+    """What is known of a fusion on a family.
+
+    Args:
+        expect: number of modules of the released model that hold its parts.
+        evidence: required unless ``pays`` is ``unknown``.
+    """
+
+    pays: Pays
+    expect: int
+    evidence: tuple[str, ...] = ()
+
+
 class FamilySpec(Record):
     """One family.
 
@@ -232,6 +267,7 @@ class FamilySpec(Record):
         inputs: forward arguments of the shape-only probe at the released input sizes.
         short_streams: token to the fewest rows that its Linears can see, for side streams that are
             empty in some requests.
+        fusions: by id, those that its denoisers can have under fused execution.
         tiny: name of the small model of its class.
     """
 
@@ -246,6 +282,7 @@ class FamilySpec(Record):
     short_streams: dict[str, int] = Field(default_factory=dict)
     tiny: str = ""
     kernels: tuple[KernelSpec, ...] = ()
+    fusions: dict[str, FusionUse] = Field(default_factory=dict)
     note: str = ""
 
 
@@ -257,6 +294,7 @@ class RuleFile(Record):
         rules: apply to every family, the generic one included.
         groups: rules that several families share.
         generic: rules of a denoiser whose class no family names.
+        fusions: projections that can share one GEMM; which family has which is said there.
         tiny: small models of the denoiser classes, for zero rows and for tests.
     """
 
@@ -268,5 +306,6 @@ class RuleFile(Record):
     rules: tuple[Rule, ...] = ()
     groups: dict[str, tuple[Rule, ...]] = Field(default_factory=dict)
     generic: tuple[Rule, ...] = ()
+    fusions: dict[str, FusionSpec] = Field(default_factory=dict)
     tiny: dict[str, TinySpec] = Field(default_factory=dict)
     families: dict[str, FamilySpec]

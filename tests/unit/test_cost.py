@@ -65,6 +65,46 @@ def test_launches_bound_small_work_and_fused_execution_needs_fewer() -> None:
     assert predict_ms(groups, [TAKEN], Scheme.FP8, host, FUSED) == 2.0
 
 
+def test_fused_ops_read_their_input_once_and_need_no_padding() -> None:
+    # 2 * 10^12 operations at 2 TFLOP/s, and 3 * 10^9 bytes at 1 TB/s
+    host = host_with(dense=1, fp8=2, int8=1)
+    assert predict_ms([group(10**6)], [TAKEN], Scheme.FP8, host, FUSED) == 1003
+    padded = predict_ms([group(1)], [Verdict(pad_rows=17)], Scheme.INT8, host, FUSED)
+    assert padded == predict_ms([group(1)], [TAKEN], Scheme.INT8, host, FUSED) == 0.002
+
+
+def test_fused_execution_has_its_own_gemm_rates_where_they_are_known() -> None:
+    rates = Rates(
+        gemm_tflops={"dense": 1, "int8": 1, "fp8": 2},
+        fused_gemm_tflops={"int8": 4},
+        copy_gb_per_s=1e9,
+        launch_us=0,
+        source="made up",
+    )
+    host = Host.load("h200").model_copy(update={"rates": rates})
+
+    def predict(scheme: Scheme, execution: Execution) -> float | None:
+        return predict_ms([group(10**6)], [TAKEN], scheme, host, execution)
+
+    assert predict(Scheme.INT8, TORCHAO) == 2000
+    assert predict(Scheme.INT8, FUSED) == 500
+    assert predict(Scheme.FP8, FUSED) == 1000
+    assert predict(Scheme.DENSE, FUSED) == 2000
+
+
+def test_few_tokens_are_worth_quantising_under_fused_execution_alone() -> None:
+    def chosen(execution: str, resolution: str, frames: int) -> str:
+        request = Request(execution=execution, resolution=resolution, frames=frames)
+        plan = resolve("wan2.2-ti2v-5b", host=Host.load("h200"), request=request)
+        assert plan.workload is not None
+        assert plan.workload.image_tokens == (1120 if frames == 25 else 27280)
+        return plan.components["transformer"].scheme
+
+    assert chosen("torchao", "512x320", 25) == "dense"
+    assert chosen("fused", "512x320", 25) == "fp8"
+    assert chosen("torchao", "1280x704", 121) == chosen("fused", "1280x704", 121) == "fp8"
+
+
 def test_there_is_no_prediction_without_rates_rows_or_layers() -> None:
     host = host_with(dense=1)
     bare = host.model_copy(update={"rates": None})

@@ -20,7 +20,7 @@ PLAN = plan_of(target(linear("a"), linear("b", rows=1)), transformer="int8")
 def test_json_has_the_stable_names() -> None:
     values = json.loads(PLAN.to_json())
     assert set(values) == {
-        "schema_version", "family", "tier", "quality", "execution", "host", "request",
+        "schema_version", "family", "tier", "quality", "execution", "host", "request", "fusions",
         "rules_digest", "workload", "components", "decisions", "kernels", "compile", "memory",
         "lifted", "notes", "weights_digest", "plan_digest",
     }  # fmt: skip

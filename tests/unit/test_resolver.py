@@ -16,7 +16,7 @@ from quantpolicy import Host, Request, RequestError, load_rules, resolve
 from quantpolicy.detect import host_from_facts
 from quantpolicy.errors import DeniedError
 from quantpolicy.host import Backend
-from quantpolicy.schemes import ComponentKind, Confidence, Scheme, Tier
+from quantpolicy.schemes import ComponentKind, Confidence, Execution, Scheme, Tier
 
 GIB = 1 << 30
 
@@ -113,9 +113,47 @@ def test_kernels_follow_quality_and_tier() -> None:
     assert ops(quality="high", host="cpu") == []
 
 
-def test_fused_execution_is_not_offered() -> None:
-    with pytest.raises(RequestError, match="offered: torchao"):
-        plan_of(target(), execution="fused")
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+def test_the_execution_does_not_enter_the_weights_digest(scheme: str) -> None:
+    goal = target(linear("a", rows=4, has_bias=True), linear("b", 3072, 12288, rows=20))
+    torchao = plan_of(goal, transformer=scheme)
+    fused = plan_of(goal, transformer=scheme, execution="fused")
+    assert fused.execution is Execution.FUSED
+    assert fused.components == torchao.components
+    assert fused.weights_digest == torchao.weights_digest
+    assert fused.plan_digest != torchao.plan_digest
+
+
+@pytest.mark.parametrize(
+    ("scheme", "host", "found"),
+    [
+        ("mxfp8", "b200", "fused execution multiplies fp8 and int8 only"),
+        ("nvfp4", "b200", "fused execution multiplies fp8 and int8 only"),
+        ("fp8", "mi300x", "multiplies float8_e4m3fn, and mi300x float8_e4m3fnuz"),
+    ],
+)
+def test_fused_execution_refuses_what_its_ops_do_not_multiply(scheme, host, found) -> None:
+    with pytest.raises(DeniedError) as caught:
+        plan_of(target(), host, transformer=scheme, execution="fused")
+    assert found in caught.value.found
+    assert caught.value.remedy.endswith(", or ask for --execution torchao")
+    assert scheme not in caught.value.allowed.removeprefix("what would run here: ").split(", ")
+    plan = plan_of(target(), host, transformer=scheme)
+    assert plan.components["transformer"].scheme == scheme
+
+
+def test_auto_leaves_a_decision_for_what_fused_execution_does_not_multiply() -> None:
+    goal = target(family="ruled")
+    plan = plan_of(goal, "b200", lift=["ruled.deny.mxfp8"], execution="fused")
+    assert decisions_of(plan)["mxfp8"] == (False, "not_offered", "")
+    assert plan_of(target(), "mi300x", execution="fused").components["transformer"].scheme == "int8"
+
+
+def test_layerwise_fp8_is_the_same_under_fused_execution() -> None:
+    encoder = component(linear("layer.q", rows=None), kind=ComponentKind.TEXT_ENCODER)
+    goal = target(text_encoder=encoder)
+    plan = plan_of(goal, text_encoder="layerwise_fp8", execution="fused")
+    assert plan.components["text_encoder"].scheme is Scheme.LAYERWISE_FP8
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "nvfp4", "layerwise_fp8"])
