@@ -11,6 +11,7 @@ import datetime
 import importlib.metadata
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -51,6 +52,10 @@ def _version(name: str) -> str:
 
 
 def _revision() -> str:
+    """Return the git revision; QUANTPOLICY_REVISION names it where the checkout has no git."""
+    given = os.environ.get("QUANTPOLICY_REVISION")
+    if given:
+        return given
     done = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )

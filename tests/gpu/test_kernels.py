@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from quantpolicy.kernels.fp8_linear import fp8_linear, fp8_linear_reference
 from quantpolicy.kernels.gemm_tiles import Tiles
@@ -51,6 +52,10 @@ def values(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> torch.Tenso
         x[::2] = 0.0
         x[::4] = -0.0
     return x.to(dtype)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def assert_same_bytes(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -220,8 +225,8 @@ def test_fp8_linear_at_few_rows_and_large_k(m: int, n: int, k: int) -> None:
     x = values((m, k), "normal", torch.bfloat16)
     weight = linear.weight
     out = fp8_linear(x, weight.qdata, weight.scale, linear.bias, FLOOR)
-    expected = fp8_linear_reference(x.float(), weight.qdata, weight.scale, linear.bias, FLOOR)
-    assert torch.linalg.norm(out - expected) < 6e-3 * torch.linalg.norm(expected)
+    expected = fp8_linear_reference(x, weight.qdata, weight.scale, linear.bias, FLOOR)
+    assert relative_error(out, expected) < 5e-3
 
 
 @pytest.mark.parametrize(("n", "k"), [(50, 64), (64, 50), (33, 17), (48, 3072)])
@@ -286,13 +291,13 @@ def test_fused_linear_in_a_cuda_graph_and_under_compile(kind: str) -> None:
     second = FusedLinear.adopt(torchao_linear(kind, 128, 256, torch.bfloat16))
     model = nn.Sequential(first, nn.GELU(approximate="tanh"), second).eval()
     torch._dynamo.reset()
+    counters.clear()
     compiled = torch.compile(model, fullgraph=True)
-    counted = torch._dynamo.utils.counters["stats"]
     with torch.no_grad():
         for rows in (40, 64, 100, 256, 300, 1120):
             x = values((rows, 128), "normal", torch.bfloat16)
-            torch.testing.assert_close(compiled(x), model(x), rtol=3e-2, atol=3e-2)
-        assert counted["unique_graphs"] <= 2
+            assert relative_error(compiled(x), model(x)) < 0.03
+        assert counters["stats"]["unique_graphs"] <= 2
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = compiled(x)

@@ -1,0 +1,75 @@
+"""The GEMM kernels compiled for Hopper without a GPU: they fit, and use its matrix unit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+SCRIPT = """
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from quantpolicy.kernels.gemm_tiles import choose_tiles
+from quantpolicy.kernels.scaled_gemm import _scaled_gemm_kernel, _scaled_gemm_tma_kernel
+
+
+def compiled(tiles, data, out, tma):
+    kernel = _scaled_gemm_tma_kernel if tma else _scaled_gemm_kernel
+    signature = {"x_scale_ptr": "*fp32", "w_scale_ptr": "*fp32", "bias_ptr": "*" + out}
+    signature |= {"M": "i32", "N": "i32", "K": "i32"}
+    constants = {"BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k}
+    constants |= {"GROUP_M": tiles.group_m, "HAS_BIAS": True}
+    constants["ACC"] = tl.int32 if data == "i8" else tl.float32
+    if tma:
+        constants |= {"HALVES": tiles.halves, "FLATTEN": tiles.flatten}
+        signature["x_desc"] = f"tensordesc<{data}[{tiles.m}, {tiles.k}]>"
+        signature["w_desc"] = f"tensordesc<{data}[{tiles.n}, {tiles.k}]>"
+        signature["out_desc"] = f"tensordesc<{out}[{tiles.m}, {tiles.n // tiles.halves}]>"
+        signature["PROGRAMS"] = "i32"
+    else:
+        signature |= {"x_ptr": "*" + data, "w_ptr": "*" + data, "out_ptr": "*" + out}
+    signature |= {name: "constexpr" for name in constants}
+    pointers = [name for name in kernel.arg_names if name.endswith("_ptr")]
+    aligned = pointers + (["N", "K"] if tma else [])
+    attributes = {(kernel.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned}
+    return triton.compile(
+        ASTSource(kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": tiles.warps, "num_stages": tiles.stages},
+    )
+
+
+large = choose_tiles(27070, 9216, 3072, 132)
+small = choose_tiles(40, 3072, 3072, 132, fp8=True)
+plain = choose_tiles(300, 50, 70, 132, tma=False)
+for tiles, data, out, tma in (
+    (large, "i8", "bf16", True),
+    (small, "fp8e4nv", "fp32", True),
+    (plain, "i8", "fp16", False),
+):
+    kernel = compiled(tiles, data, out, tma)
+    operands = "s32.s8.s8" if data == "i8" else "f32.e4m3.e4m3"
+    instruction = [line for line in kernel.asm["ptx"].splitlines() if "wgmma.mma_async" in line]
+    print(kernel.metadata.shared <= 227 * 1024, all(operands in line for line in instruction))
+    assert instruction
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_gemms_compile_for_hopper() -> None:
+    environment = {name: value for name, value in os.environ.items() if "TRITON" not in name}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["True True"] * 3
