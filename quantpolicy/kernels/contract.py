@@ -1,0 +1,232 @@
+"""What an op promises, and how the promise is kept at run time: verified, declined and counted.
+
+``lossless`` compares the kernel with the plain torch reference at the first use of every signature
+and falls back to the reference for good where they differ by a bit. ``relaxed`` only checks that
+the kernel can run. Neither knows what an op computes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantpolicy.kernels.registry import (
+    decline,
+    declines,
+    define_op,
+    op_names,
+    why_no_triton,
+)
+from quantpolicy.schemes import Quality
+
+UNEQUAL = "not bit-exact to the eager chain for this signature"
+CAPTURING = "not verified before a graph capture"
+GRADIENT = "a gradient is wanted"
+
+_LOGGER = logging.getLogger(__name__)
+_CALLS: Counter[str] = Counter()
+_VERIFIED: Counter[str] = Counter()
+_VERDICTS: dict[tuple[str, Hashable], bool] = {}
+
+Implementation = Callable[..., object]
+
+
+class OpCounts(NamedTuple):
+    """What one op did so far in this process.
+
+    Args:
+        calls: calls that ran the kernel.
+        verifications: signatures compared with the eager chain.
+        refused: signatures that were not bit-exact and stay on the eager chain.
+        declines: calls that took the eager chain, by reason.
+    """
+
+    calls: int
+    verifications: int
+    refused: int
+    declines: dict[str, int]
+
+
+def define_fusion(
+    schema: str,
+    *,
+    kernel: Implementation,
+    reference: Implementation,
+    why_not: Callable[..., str],
+    fake: Implementation,
+    contract: Quality,
+) -> Implementation:
+    """Define an op with its contract and return the function that calls it.
+
+    Eager CUDA calls go to the implementation without the dispatcher, whose cost shows at small
+    shapes; compiled, fake and CPU calls go through the op.
+
+    Args:
+        schema: name and signature, such as ``double(Tensor x) -> Tensor``.
+    """
+    name = schema.partition("(")[0]
+    keep = lossless if contract is Quality.LOSSLESS else relaxed
+    implementation = keep(name, kernel, reference, why_not)
+    op = define_op(schema, cpu=reference, cuda=implementation, fake=fake)
+
+    def call(*args: object) -> object:
+        first = args[0]
+        if torch.compiler.is_compiling() or type(first) is not Tensor or not first.is_cuda:
+            return op(*args)
+        if torch.is_grad_enabled() and wants_gradient(args):
+            return declined(name, GRADIENT, reference, args)
+        return implementation(*args)
+
+    return call
+
+
+def wants_gradient(args: tuple[object, ...]) -> bool:
+    """Return whether any tensor among the arguments requires a gradient."""
+    return any(isinstance(argument, Tensor) and argument.requires_grad for argument in args)
+
+
+def lossless(
+    name: str,
+    kernel: Implementation,
+    reference: Implementation,
+    why_not: Callable[..., str],
+) -> Implementation:
+    """Return the CUDA implementation of a bit-exact op.
+
+    Args:
+        kernel: the launcher; tensors, sequences of tensors or None in, new tensors out.
+        reference: the same in plain torch, the chain that is replaced.
+        why_not: the predicate: why the kernel cannot take these arguments, "" when it can.
+    """
+
+    def implementation(*args: object) -> object:
+        key = (name, signature(args))
+        verdict = _VERDICTS.get(key)
+        if verdict:
+            _CALLS[name] += 1
+            return kernel(*args)
+        reason = UNEQUAL if verdict is False else why_no_triton(name) or why_not(*args)
+        if reason:
+            return declined(name, reason, reference, args)
+        if is_capturing(args):
+            return declined(name, CAPTURING, reference, args)
+        return _verify(key, kernel, reference, args)
+
+    return implementation
+
+
+def relaxed(
+    name: str,
+    kernel: Implementation,
+    reference: Implementation,
+    why_not: Callable[..., str],
+) -> Implementation:
+    """Return the CUDA implementation of a numerically relaxed op; see ``lossless``."""
+
+    def implementation(*args: object) -> object:
+        reason = why_no_triton(name) or why_not(*args)
+        if reason:
+            return declined(name, reason, reference, args)
+        _CALLS[name] += 1
+        return kernel(*args)
+
+    return implementation
+
+
+def declined(name: str, reason: str, reference: Implementation, args: tuple[object, ...]) -> object:
+    """Count one declined call, and return what the eager chain gives."""
+    decline(name, reason)
+    return reference(*args)
+
+
+def count_call(name: str) -> None:
+    """Count one call of a fusion that is no op of its own."""
+    _CALLS[name] += 1
+
+
+def signature(args: tuple[object, ...]) -> Hashable:
+    """Return what a verdict depends on: shapes, strides, dtypes, devices and plain values."""
+    return tuple(_describe(argument) for argument in args)
+
+
+def _describe(argument: object) -> Hashable:
+    if isinstance(argument, Tensor):
+        return (argument.shape, argument.stride(), argument.dtype, argument.device)
+    if isinstance(argument, (list, tuple)):
+        return tuple(_describe(item) for item in argument)
+    assert isinstance(argument, Hashable)
+    return argument
+
+
+def is_capturing(args: tuple[object, ...]) -> bool:
+    """Return whether a CUDA graph is being captured on the stream of these tensors."""
+    on_gpu = any(isinstance(argument, Tensor) and argument.is_cuda for argument in args)
+    return on_gpu and torch.cuda.is_current_stream_capturing()
+
+
+def _verify(
+    key: tuple[str, Hashable],
+    kernel: Implementation,
+    reference: Implementation,
+    args: tuple[object, ...],
+) -> object:
+    expected = reference(*args)
+    equal = all(
+        same_bits(one, other)
+        for one, other in zip(_tensors(kernel(*args)), _tensors(expected), strict=True)
+    )
+    name = key[0]
+    _VERDICTS[key] = equal
+    _VERIFIED[name] += 1
+    if not equal:
+        decline(name, UNEQUAL)
+        _LOGGER.warning("%s is %s: %s; it stays eager there.", name, UNEQUAL, key[1])
+    return expected
+
+
+def _tensors(result: object) -> tuple[Tensor, ...]:
+    if isinstance(result, Tensor):
+        return (result,)
+    assert isinstance(result, (list, tuple))
+    return tuple(result)
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are equal bit for bit; a NaN equals the same NaN."""
+    if one.shape != other.shape or one.dtype is not other.dtype:
+        return False
+    if torch.equal(one, other):
+        return True
+    bits = _BITS[one.element_size()]
+    return torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
+
+
+def op_counts() -> dict[str, OpCounts]:
+    """Return what every op that was called did so far in this process."""
+    turned_down = declines()
+    names = {*_CALLS, *_VERIFIED, *(name for name, _ in turned_down)}
+    known = (*op_names(), *sorted(names - set(op_names())))
+    return {
+        name: OpCounts(
+            _CALLS[name],
+            _VERIFIED[name],
+            sum(not equal for (op, _), equal in _VERDICTS.items() if op == name),
+            {reason: count for (op, reason), count in turned_down.items() if op == name},
+        )
+        for name in known
+        if name in names
+    }
+
+
+def forget_verdicts(name: str = "") -> None:
+    """Forget the verdicts of one op, or of all: the next use of a signature verifies again."""
+    for key in [key for key in _VERDICTS if not name or key[0] == name]:
+        del _VERDICTS[key]

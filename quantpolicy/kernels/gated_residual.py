@@ -1,0 +1,146 @@
+"""Add an update, scaled channel by channel, to the residual stream in one pass.
+
+    out[b, s, :] = residual[b, s, :] + round(update[b, s, :] * gate[b, :])
+
+Contract: lossless. The product is rounded to the dtype that torch promotes update and gate to, the
+sum to the promoted dtype of both, as the eager multiply and add round them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quantpolicy.kernels.contract import define_fusion
+from quantpolicy.kernels.keyed_launch import keyed_launch
+from quantpolicy.kernels.registry import HAS_TRITON
+from quantpolicy.kernels.token_rows import (
+    batch_stride,
+    row_warps,
+    split_columns,
+    why_not_rows,
+    why_not_vector,
+)
+from quantpolicy.schemes import Quality
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_NAME = "gated_residual"
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def gated_residual_reference(residual: Tensor, update: Tensor, gate: Tensor) -> Tensor:
+    """Multiply and add in plain torch; the gate is [D] or [B, D]."""
+    return (residual + update * (gate if gate.dim() == 1 else gate.unsqueeze(1))).contiguous()
+
+
+def _product_dtype(update: Tensor, gate: Tensor) -> torch.dtype:
+    return torch.promote_types(update.dtype, gate.dtype)
+
+
+def _fake(residual: Tensor, update: Tensor, gate: Tensor) -> Tensor:
+    dtype = torch.promote_types(residual.dtype, _product_dtype(update, gate))
+    return residual.new_empty(residual.shape, dtype=dtype)
+
+
+def why_not_gated_residual(residual: Tensor, update: Tensor, gate: Tensor) -> str:
+    """Return why the kernel cannot take these tensors, "" when it can."""
+    if any(x.dtype not in _DTYPES for x in (residual, update, gate)):
+        return "a dtype is not bfloat16, float16 or float32"
+    return why_not_rows(residual, update) or why_not_vector(residual, gate)
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from quantpolicy.kernels.token_rows import load_fp32, rounded, store_row
+
+    TL_DTYPES = {
+        torch.bfloat16: tl.bfloat16,
+        torch.float16: tl.float16,
+        torch.float32: tl.float32,
+    }
+
+    @triton.jit
+    def _part(
+        residual, update, gate, out, cols, PRODUCT: tl.constexpr, D: tl.constexpr, M: tl.constexpr
+    ):
+        r = load_fp32(residual, cols, D, M)
+        u = load_fp32(update, cols, D, M)
+        g = load_fp32(gate, cols, D, M)
+        store_row(out, cols, r + rounded(u * g, PRODUCT), D, M)
+
+    @triton.jit(do_not_specialize=["tokens"])
+    def _gated_residual_kernel(
+        residual_ptr,
+        update_ptr,
+        gate_ptr,
+        out_ptr,
+        tokens,
+        residual_b,
+        residual_s,
+        update_b,
+        update_s,
+        gate_b,
+        D: tl.constexpr,
+        BLOCK_A: tl.constexpr,
+        BLOCK_B: tl.constexpr,
+        PRODUCT: tl.constexpr,
+    ):
+        token = tl.program_id(0).to(tl.int64)
+        batch = tl.program_id(1).to(tl.int64)
+        residual = residual_ptr + batch * residual_b + token * residual_s
+        update = update_ptr + batch * update_b + token * update_s
+        gate = gate_ptr + batch * gate_b
+        out = out_ptr + (batch * tokens + token) * D
+        _part(residual, update, gate, out, tl.arange(0, BLOCK_A), PRODUCT, D, False)
+        if BLOCK_B > 0:
+            cols = BLOCK_A + tl.arange(0, BLOCK_B)
+            _part(residual, update, gate, out, cols, PRODUCT, D, D < BLOCK_A + BLOCK_B)
+
+
+def launch_gated_residual(residual: Tensor, update: Tensor, gate: Tensor) -> Tensor:
+    """Run the Triton kernel: one program a token and batch row."""
+    out = _fake(residual, update, gate)
+    if out.numel() == 0:
+        return out
+    batch, tokens, columns = residual.shape
+    first, rest = split_columns(columns)
+    keyed_launch(
+        _gated_residual_kernel,
+        (tokens, batch),
+        (
+            residual,
+            update,
+            gate,
+            out,
+            tokens,
+            residual.stride(0),
+            residual.stride(1),
+            update.stride(0),
+            update.stride(1),
+            batch_stride(gate),
+            columns,
+            first,
+            rest,
+            TL_DTYPES[_product_dtype(update, gate)],
+        ),
+        free=(4,),
+        num_warps=row_warps(columns),
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+gated_residual: Callable[[Tensor, Tensor, Tensor], Tensor] = define_fusion(  # type: ignore[assignment]
+    f"{_NAME}(Tensor residual, Tensor update, Tensor gate) -> Tensor",
+    kernel=launch_gated_residual,
+    reference=gated_residual_reference,
+    why_not=why_not_gated_residual,
+    fake=_fake,
+    contract=Quality.LOSSLESS,
+)

@@ -1,0 +1,98 @@
+"""A dense Linear with a bias and tanh-GELU in the epilogue of its GEMM.
+
+    out = gelu_tanh(x @ weight.T + bias)
+
+The product is not rounded before the activation. Contract: high. The first call of a signature on
+an idle capture-free stream times both ways; where the epilogue gains nothing, that signature stays
+on two launches for good.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantpolicy.kernels.contract import count_call, declined, is_capturing, signature
+from quantpolicy.kernels.registry import define_op, is_disabled
+from quantpolicy.kernels.rotary import HALF_DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+_NAME = "linear_gelu"
+_REPEATS = 3
+_GAINS: dict[Hashable, bool] = {}
+
+
+def linear_gelu_reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Multiply and activate in plain torch."""
+    return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    del bias
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def why_not_linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> str:
+    """Return why the epilogue cannot take these tensors, "" when it can."""
+    if x.dtype not in HALF_DTYPES or weight.dtype is not x.dtype or bias.dtype is not x.dtype:
+        return "activations, weight and bias are not all bfloat16 or all float16"
+    if not weight.is_contiguous() or not bias.is_contiguous():
+        return "weight or bias is not contiguous"
+    if x.numel() == 0:
+        return "there are no rows"
+    return ""
+
+
+def launch_linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Run the GEMM with its epilogue."""
+    out: Tensor = torch._addmm_activation(
+        bias, x.reshape(-1, x.shape[-1]), weight.t(), use_gelu=True
+    )
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _cuda(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    args = (x, weight, bias)
+    reason = f"{_NAME} is switched off" if is_disabled(_NAME) else why_not_linear_gelu(*args)
+    if not reason and not _gains(args):
+        reason = "the epilogue is no faster for this signature"
+    if reason:
+        return declined(_NAME, reason, linear_gelu_reference, args)  # type: ignore[return-value]
+    count_call(_NAME)
+    return launch_linear_gelu(*args)
+
+
+def _gains(args: tuple[Tensor, Tensor, Tensor]) -> bool:
+    key = signature(args)
+    if key not in _GAINS:
+        if is_capturing(args):
+            return False
+        fused, eager = (_ms(call, args) for call in (launch_linear_gelu, linear_gelu_reference))
+        _GAINS[key] = fused < eager
+    return _GAINS[key]
+
+
+def _ms(call: Callable[..., Tensor], args: tuple[Tensor, Tensor, Tensor]) -> float:
+    """Return the shortest of a few GPU times, after one call that is not timed."""
+    call(*args)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        call(*args)
+        mark.record()
+    marks[-1].synchronize()
+    times: list[float] = [marks[i].elapsed_time(marks[i + 1]) for i in range(_REPEATS)]
+    return min(times)
+
+
+linear_gelu: Callable[[Tensor, Tensor, Tensor], Tensor] = define_op(  # type: ignore[assignment]
+    f"{_NAME}(Tensor x, Tensor weight, Tensor bias) -> Tensor",
+    cpu=linear_gelu_reference,
+    cuda=_cuda,
+    fake=_fake,
+)

@@ -1,0 +1,183 @@
+"""The Triton kernels of the fused ops in Triton's interpreter, against plain torch, on a CPU.
+
+The interpreter needs its variable before triton is imported, so that these tests run themselves in
+a process of their own. Roundings of bf16 and fp8 are the GPU tests' business.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in its own process")
+HALF = torch.float16
+
+
+@pytest.mark.skipif(INTERPRETED, reason="starts the process that this is")
+def test_all_kernels_in_the_interpreter():
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "1 skipped" in done.stdout
+
+
+def heads(batch: int, tokens: int, count: int, size: int) -> tuple[Tensor, ...]:
+    """Return Q, K and V as strided views of one fused projection."""
+    return torch.randn(batch, tokens, 3, count, size, dtype=HALF).unbind(2)
+
+
+def assert_same(found: object, expected: object) -> None:
+    found, expected = list(found), list(expected)  # type: ignore[call-overload]
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.is_contiguous()
+        assert torch.equal(one, other)
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=2**-9, atol=2**-10)
+    assert float((found != expected).float().mean()) < 0.1
+
+
+@interpreted
+@pytest.mark.parametrize(("count", "size"), [(3, 64), (24, 128), (5, 96), (9, 32)])
+def test_rope_qkv_pack(count, size):
+    from quantpolicy.kernels.rope_qkv_pack import launch_rope_qkv_pack, rope_qkv_pack_reference
+
+    q, k, v = heads(2, 7, count, size)
+    cos, sin = torch.randn(7, size), torch.randn(7, size)
+    for text in (4, 1, 0):
+        args = (q, k, v, *heads(2, text, count, size), cos, sin)
+        before = [item.clone() for item in args]
+        assert_same(launch_rope_qkv_pack(*args), rope_qkv_pack_reference(*args))
+        assert all(torch.equal(one, other) for one, other in zip(args, before, strict=True))
+    args = (q, k, None, None, None, None, cos[:5], sin[:5])
+    assert_same(launch_rope_qkv_pack(*args), rope_qkv_pack_reference(*args))
+    args = (q[:, ::2], k[:, 1:5], v.transpose(0, 1)[:2, :2].expand(2, 2, count, size))
+    args = (args[0], args[1], q[:, :4], *heads(2, 3, count, size), cos[:4], sin[:4])
+    assert_same(launch_rope_qkv_pack(*args), rope_qkv_pack_reference(*args))
+
+
+@interpreted
+@pytest.mark.parametrize(("count", "size"), [(3, 64), (5, 96)])
+def test_qk_norms(count, size):
+    from quantpolicy.kernels.qk_norm_rope_pack import (
+        launch_qk_norm_rope_pack,
+        qk_norm_rope_pack_reference,
+    )
+    from quantpolicy.kernels.qk_rms_norm import launch_qk_rms_norm, qk_rms_norm_reference
+
+    q, k, v = heads(2, 7, count, size)
+    weights = [torch.randn(size, dtype=HALF) for _ in range(4)]
+    cos, sin = torch.randn(7, size), torch.randn(7, size)
+    args = (q, k, v, *heads(2, 4, count, size), *weights, cos, sin, 1e-6)
+    found, expected = launch_qk_norm_rope_pack(*args), qk_norm_rope_pack_reference(*args)
+    assert_near(found[0], expected[0])
+    assert_near(found[1], expected[1])
+    assert torch.equal(found[2], expected[2])
+    args = (q, k, None, None, None, None, *weights[:2], None, None, cos[:4], sin[:4], 1e-6)
+    found, expected = launch_qk_norm_rope_pack(*args), qk_norm_rope_pack_reference(*args)
+    assert len(found) == 2
+    assert_near(found[0], expected[0])
+    args = (q, k, *weights[:2], 1e-6)
+    found, expected = launch_qk_rms_norm(*args), qk_rms_norm_reference(*args)
+    assert_near(found[0], expected[0])
+    assert_near(found[1], expected[1])
+
+
+@interpreted
+@pytest.mark.parametrize("columns", [64, 96, 192, 3, 1])
+def test_rows(columns):
+    from quantpolicy.kernels.gated_residual import (
+        gated_residual_reference,
+        launch_gated_residual,
+    )
+    from quantpolicy.kernels.layer_norm_modulate import (
+        launch_layer_norm_modulate,
+        layer_norm_modulate_reference,
+    )
+    from quantpolicy.kernels.rms_norm import launch_rms_norm, rms_norm_reference
+    from quantpolicy.kernels.scale_add_rms_norm import (
+        launch_scale_add_rms_norm,
+        scale_add_rms_norm_reference,
+    )
+
+    x, update = (torch.randn(2, 9, columns, dtype=HALF) for _ in range(2))
+    gate, scale, shift, *_ = torch.randn(2, 6 * columns, dtype=HALF).chunk(6, dim=1)
+    args = (x[:, 2:], update[:, ::2][:, :4].repeat(1, 2, 1)[:, :7], gate)
+    assert torch.equal(launch_gated_residual(*args), gated_residual_reference(*args))
+    args = (x[:, 1:], scale, shift, 1e-6)
+    if columns > 1:
+        assert_near(launch_layer_norm_modulate(*args), layer_norm_modulate_reference(*args))
+    stream = torch.randn(2, 9, columns)
+    vector, weight = torch.randn(columns), torch.randn(columns)
+    args = (stream, update, vector)
+    assert torch.equal(launch_gated_residual(*args), gated_residual_reference(*args))
+    args = (stream, weight, 1e-5, HALF)
+    assert_near(launch_rms_norm(*args), rms_norm_reference(*args))
+    args = (stream, update, vector, weight, 1e-5)
+    found, expected = launch_scale_add_rms_norm(*args), scale_add_rms_norm_reference(*args)
+    assert torch.equal(found[0], expected[0])
+    assert_near(found[1], expected[1])
+
+
+@interpreted
+def test_swiglu():
+    from quantpolicy.kernels.swiglu import launch_swiglu, swiglu_reference
+
+    for columns in (2, 66, 5000):
+        x = torch.randn(2, 3, columns, dtype=HALF)
+        assert_near(launch_swiglu(x), swiglu_reference(x))
+
+
+@interpreted
+def test_qk_rms_norm_rope():
+    from quantpolicy.kernels.qk_rms_norm_rope import (
+        launch_qk_rms_norm_rope,
+        qk_rms_norm_rope_reference,
+    )
+
+    q, k, _ = heads(2, 7, 5, 64)
+    for batch in (1, 2):
+        cos, sin = torch.randn(batch, 7, 1, 48), torch.randn(batch, 7, 1, 48)
+        args = (q, k, cos, sin, 1e-5)
+        found, expected = launch_qk_rms_norm_rope(*args), qk_rms_norm_rope_reference(*args)
+        assert_near(found[0], expected[0])
+        assert_near(found[1], expected[1])
+
+
+@interpreted
+@pytest.mark.parametrize(("width", "columns"), [(64, 192), (0, 33), (48, 80)])
+def test_gelu_quantise(width, columns):
+    from quantpolicy.kernels.gelu_fp8_linear import gelu_quantise, gelu_rows
+    from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8_reference
+
+    x = torch.randn(1, 5, columns, dtype=HALF)
+    head = torch.randn(1, 5, width, dtype=HALF) if width else None
+    codes, scale = gelu_quantise(x, head, 1e-12)
+    expected, expected_scale = row_quantise_fp8_reference(gelu_rows(x, head), 1e-12)
+    torch.testing.assert_close(scale, expected_scale.view(-1, 1), rtol=2**-9, atol=0)
+    values, expected_values = codes.float(), expected.view(codes.shape).float()
+    # The interpreter's casts to fp8 are not the GPU's.
+    assert float((values != expected_values).float().mean()) < 0.1
+
+
+@interpreted
+def test_a_perturbed_kernel_is_not_near():
+    x = torch.randn(3, 64).half()
+    with pytest.raises(AssertionError):
+        assert_near(x * 1.01, x)
+    with pytest.raises(AssertionError):
+        assert_same([torch.nextafter(x, x + 1)], [x])
