@@ -1,0 +1,363 @@
+"""The sites of HunyuanVideo 1.0 and 1.5: attention processors, blocks, norms and feed-forwards.
+
+Each rewrite computes what diffusers' forward computes, with its parts as slots. What a fused part
+computes is in ``kernels``.
+"""
+
+from __future__ import annotations
+
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantpolicy.kernels.gated_residual import gated_residual
+from quantpolicy.kernels.gelu_fp8_linear import gelu_fp8_linear
+from quantpolicy.kernels.layer_norm_modulate import layer_norm_modulate
+from quantpolicy.kernels.linear_gelu import linear_gelu
+from quantpolicy.kernels.qk_norm_rope_pack import qk_norm_rope_pack
+from quantpolicy.kernels.qk_rms_norm import qk_rms_norm
+from quantpolicy.kernels.rope_qkv_pack import rope_qkv_pack, rope_qkv_pack_reference
+from quantpolicy.kernels.split_linear import split_linear
+from quantpolicy.runtime.mounts.site import Part, Rewrite
+
+Rotary = tuple[Tensor, Tensor]
+
+
+class JointAttention(Rewrite):
+    """The attention processor of both versions.
+
+    Args:
+        packs: rotation and packing in one op.
+        norms: queries and keys normed by an op; in the same pass when ``packs`` is on too.
+        unmasked: attention may come without a mask, which version 1.5 cannot take otherwise.
+    """
+
+    packs = False
+    norms = False
+    unmasked = False
+
+    def __call__(
+        self: Part,
+        attn: Part,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Rotary | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return image and text rows after the joint attention, as the stock processor does."""
+        text = encoder_hidden_states
+        rows = hidden_states
+        joins = attn.add_q_proj is None
+        if joins and text is not None:
+            rows = torch.cat([hidden_states, text], dim=1)
+        image = [_heads(project(rows), attn) for project in (attn.to_q, attn.to_k, attn.to_v)]
+        texts: list[Tensor | None] = [None, None, None]
+        if text is not None and not joins:
+            added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+            texts = [_heads(project(text), attn) for project in added]
+        query, key, value = self._prepare(attn, image, texts, image_rotary_emb)
+        mask = self._mask(attention_mask, query)
+        out = dispatch_attention_fn(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=0.0,
+            is_causal=False,
+            backend=self._attention_backend,
+            parallel_config=self._parallel_config,
+        )
+        out = out.flatten(2, 3).to(query.dtype)
+        if text is None:
+            return out, None
+        return _project_out(attn, out, text.shape[1])
+
+    def _mask(self: Part, mask: Tensor | None, query: Tensor) -> Tensor | None:
+        """Return what attention gets; version 1.5 makes a square mask of the text tokens' one."""
+        if mask is None or mask.dim() == 4:
+            return mask
+        batch, tokens = query.shape[:2]
+        valid = F.pad(mask, (tokens - mask.shape[1], 0), value=True).bool()
+        columns = valid.view(batch, 1, 1, tokens)
+        return columns & columns.transpose(2, 3)
+
+    def _prepare(
+        self: Part,
+        attn: Part,
+        image: list[Tensor],
+        texts: list[Tensor | None],
+        rotary: Rotary | None,
+    ) -> list[Tensor]:
+        """Return normed, rotated and packed Q, K, V: [B, S + T, H, D]."""
+        if self.packs and self.norms and rotary is not None:
+            packed: list[Tensor] = self._in_one_pass(attn, image, texts, rotary)
+            return packed
+        (query, key, value), (text_q, text_k, text_v) = image, texts
+        query, key = self._norm(query, key, attn.norm_q, attn.norm_k)
+        if text_q is not None and text_k is not None:
+            text_q, text_k = self._norm(text_q, text_k, attn.norm_added_q, attn.norm_added_k)
+        if rotary is None:
+            pairs = ((query, text_q), (key, text_k), (value, text_v))
+            return [x if text is None else torch.cat([x, text], dim=1) for x, text in pairs]
+        pack = rope_qkv_pack if self.packs else rope_qkv_pack_reference
+        packed = pack(
+            query, key, value if text_v is not None else None, text_q, text_k, text_v, *rotary
+        )
+        return packed if text_v is not None else [*packed, value]
+
+    def _in_one_pass(
+        self: Part, attn: Part, image: list[Tensor], texts: list[Tensor | None], rotary: Rotary
+    ) -> list[Tensor]:
+        has_text = texts[0] is not None
+        packed = qk_norm_rope_pack(
+            image[0],
+            image[1],
+            image[2] if has_text else None,
+            *texts,
+            attn.norm_q.weight,
+            attn.norm_k.weight,
+            attn.norm_added_q.weight if has_text else None,
+            attn.norm_added_k.weight if has_text else None,
+            *rotary,
+            attn.norm_q.eps,
+        )
+        return packed if has_text else [*packed, image[2]]
+
+    def _norm(
+        self: Part, query: Tensor, key: Tensor, norm_q: Part, norm_k: Part
+    ) -> tuple[Tensor, Tensor]:
+        if self.norms:
+            assert norm_q is not None
+            assert norm_k is not None
+            return qk_rms_norm(query, key, norm_q.weight, norm_k.weight, norm_q.eps)
+        return (
+            norm_q(query) if norm_q is not None else query,
+            norm_k(key) if norm_k is not None else key,
+        )
+
+
+def _heads(x: Tensor, attn: Part) -> Tensor:
+    return x.view(*x.shape[:2], attn.heads, x.shape[2] // attn.heads)
+
+
+def _project_out(attn: Part, out: Tensor, text_tokens: int) -> tuple[Tensor, Tensor]:
+    image, text = out[:, :-text_tokens], out[:, -text_tokens:]
+    if getattr(attn, "to_out", None) is not None:
+        image = attn.to_out[1](attn.to_out[0](image))
+    if getattr(attn, "to_add_out", None) is not None:
+        text = attn.to_add_out(text)
+    return image, text
+
+
+class DualBlock(Rewrite):
+    """A dual-stream block.
+
+    Args:
+        modulates: the second norm of both streams with its scale and shift in one op.
+        gates: gated residual adds in one op.
+    """
+
+    modulates = False
+    gates = False
+
+    def forward(
+        self: Part,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        attention_mask: Tensor | None = None,
+        freqs_cis: Rotary | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[Tensor, Tensor]:
+        """Return both streams after the block."""
+        del args, kwargs
+        normed, *image = self.norm1(hidden_states, emb=temb)
+        normed_text, *text = self.norm1_context(encoder_hidden_states, emb=temb)
+        update, text_update = self.attn(
+            hidden_states=normed,
+            encoder_hidden_states=normed_text,
+            attention_mask=attention_mask,
+            image_rotary_emb=freqs_cis,
+        )
+        return (
+            self._second_half(hidden_states, update, image, self.norm2, self.ff),
+            self._second_half(
+                encoder_hidden_states, text_update, text, self.norm2_context, self.ff_context
+            ),
+        )
+
+    def _second_half(
+        self: Part,
+        stream: Tensor,
+        update: Tensor,
+        modulation: list[Tensor],
+        norm: Part,
+        ff: Part,
+    ) -> Tensor:
+        """Add the attention's update, then the feed-forward's; modulation as the norm gives it."""
+        gate_msa, shift, scale, gate_mlp = modulation
+        add = gated_residual if self.gates else gated_residual_eager
+        stream = add(stream, update, gate_msa)
+        return add(stream, ff(modulated(norm, stream, scale, shift, self.modulates)), gate_mlp)
+
+
+class SingleBlock(Rewrite):
+    """A single-stream block.
+
+    Args:
+        joins: text and image stay one tensor through the attention; needs a packing processor.
+        gates: the gated residual add in one op.
+        activates: the MLP's first Linear with its GELU in one op.
+        splits: the last Linear over attention and MLP without their concatenation.
+        quantises: GELU, concatenation and quantisation before an fp8 last Linear in one pass.
+    """
+
+    joins = False
+    gates = False
+    activates = False
+    splits = False
+    quantises = False
+
+    def forward(
+        self: Part,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Rotary | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[Tensor, Tensor]:
+        """Return both streams after the block."""
+        del args, kwargs
+        text = encoder_hidden_states.shape[1]
+        residual = joined(hidden_states, encoder_hidden_states)
+        normed, gate = self.norm(residual, emb=temb)
+        update = self._attend(normed, text, attention_mask, image_rotary_emb)
+        update = self._project(normed, update)
+        add = gated_residual if self.gates else gated_residual_eager
+        stream = add(residual, update, gate)
+        return stream[:, :-text, :], stream[:, -text:, :]
+
+    def _project(self: Part, normed: Tensor, attended: Tensor) -> Tensor:
+        last = self.proj_out
+        if self.quantises:
+            return gelu_fp8_linear(
+                self.proj_mlp(normed), attended, last.qdata, last.scale, last.bias, last.floor
+            )
+        mlp = self._mlp(normed)
+        if self.splits:
+            return split_linear(attended, mlp, last.weight, last.bias)
+        projected: Tensor = last(torch.cat([attended, mlp], dim=2))
+        return projected
+
+    def _mlp(self: Part, normed: Tensor) -> Tensor:
+        if self.activates:
+            return linear_gelu(normed, self.proj_mlp.weight, self.proj_mlp.bias)
+        activated: Tensor = self.act_mlp(self.proj_mlp(normed))
+        return activated
+
+    def _attend(
+        self: Part, normed: Tensor, text: int, mask: Tensor | None, rotary: Rotary | None
+    ) -> Tensor:
+        if self.joins and rotary is not None:
+            # The tables have a row for each image token: those behind them are text.
+            update: Tensor = self.attn(
+                hidden_states=normed, attention_mask=mask, image_rotary_emb=rotary
+            )[0]
+            return update
+        parts = self.attn(
+            hidden_states=normed[:, :-text, :],
+            encoder_hidden_states=normed[:, -text:, :],
+            attention_mask=mask,
+            image_rotary_emb=rotary,
+        )
+        return torch.cat(parts, dim=1)
+
+
+class ModulatingNorm(Rewrite):
+    """AdaLayerNormZero and AdaLayerNormZeroSingle: norm, scale and shift in one op."""
+
+    modulates = False
+
+    def forward(self: Part, x: Tensor, emb: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return the modulated rows and the rest of the modulation."""
+        shift, scale, gate, *others = self.linear(self.silu(emb)).chunk(
+            self.linear.out_features // x.shape[-1], dim=1
+        )
+        normed = modulated(self.norm, x, scale, shift, self.modulates)
+        return (normed, gate, *others)
+
+
+class ContinuousNorm(Rewrite):
+    """AdaLayerNormContinuous: norm, scale and shift in one op."""
+
+    modulates = False
+
+    def forward(self: Part, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
+        """Return the modulated rows."""
+        emb = self.linear(self.silu(conditioning_embedding).to(x.dtype))
+        scale, shift = emb.chunk(2, dim=1)
+        return modulated(self.norm, x, scale, shift, self.modulates)
+
+
+class ActivatedLinear(Rewrite):
+    """A feed-forward's first Linear and its tanh-GELU in one op."""
+
+    activates = False
+
+    def forward(self: Part, hidden_states: Tensor) -> Tensor:
+        """Return the activated rows."""
+        if self.activates:
+            return linear_gelu(hidden_states, self.proj.weight, self.proj.bias)
+        activated: Tensor = super().forward(hidden_states)  # type: ignore[misc]
+        return activated
+
+
+class QuantisedFeedForward(Rewrite):
+    """A feed-forward whose last Linear is fp8.
+
+    Args:
+        quantises: its GELU and the quantisation behind it in one pass.
+    """
+
+    quantises = False
+
+    def forward(self: Part, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
+        """Return the rows after the last Linear."""
+        if not self.quantises:
+            plain: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+            return plain
+        last = self.net[2]
+        rows = self.net[0].proj(hidden_states)
+        return gelu_fp8_linear(rows, None, last.qdata, last.scale, last.bias, last.floor)
+
+
+def modulated(norm: Part, x: Tensor, scale: Tensor, shift: Tensor, fused: bool) -> Tensor:
+    """Norm, scale and shift, in one op or as diffusers does."""
+    if fused:
+        return layer_norm_modulate(x, scale, shift, norm.eps)
+    result: Tensor = norm(x) * (1 + scale[:, None]) + shift[:, None]
+    return result
+
+
+def gated_residual_eager(residual: Tensor, update: Tensor, gate: Tensor) -> Tensor:
+    """Multiply and add as diffusers does; the gate is [B, D]."""
+    return residual + update * gate.unsqueeze(1)
+
+
+def joined(image: Tensor, text: Tensor) -> Tensor:
+    """Return both along the tokens: the tensor that they are slices of, when there is one."""
+    if (
+        not torch.compiler.is_compiling()
+        and image._base is not None
+        and image._base is text._base
+        and image.stride() == text.stride()
+        and text.storage_offset() == image.storage_offset() + image.shape[1] * image.stride(1)
+        and (image.shape[0], image.shape[2]) == (text.shape[0], text.shape[2])
+    ):
+        tokens = image.shape[1] + text.shape[1]
+        return image.as_strided((image.shape[0], tokens, image.shape[2]), image.stride())
+    return torch.cat([image, text], dim=1)

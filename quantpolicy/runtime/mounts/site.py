@@ -1,0 +1,147 @@
+"""One place of a model that a fusion changes, and how its object is changed and given back.
+
+An object (a module or an attention processor) is changed by giving it a subclass of its own class:
+the rewrites' forward with the mounted slots switched on. Its attributes, parameters, hooks and
+state_dict are not touched, and giving the class back restores it exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+from quantpolicy.errors import KernelMountError
+
+# A module or processor of a foreign class, whose attributes a finder checks before it is mounted.
+Part = Any
+
+_FORMER = "_quantpolicy_former"
+_SLOTS = "_quantpolicy_slots"
+
+
+class Rewrite:
+    """A class whose methods replace those of a model's class, put in front of it.
+
+    Every boolean class attribute is a slot: a part of the forward that one op may take over. With
+    all slots off a rewrite computes what the former class computes, bit for bit.
+    """
+
+    def _quantpolicy_mounted(self: Part, slot: str) -> None:
+        """Prepare the object after a slot was switched on."""
+
+    def _quantpolicy_unmounted(self: Part) -> None:
+        """Undo what mounting prepared; the former class is back."""
+
+
+class Site(NamedTuple):
+    """One object, the rewrite that it needs, and the slot of it that the op takes.
+
+    Args:
+        name: the module's name in the model.
+    """
+
+    name: str
+    target: object
+    rewrite: type[Rewrite]
+    slot: str
+
+
+class Sites(NamedTuple):
+    """All places of one op in a model, and the reason for each that cannot be taken."""
+
+    found: tuple[Site, ...]
+    rejected: tuple[tuple[str, str], ...] = ()
+
+
+class Slot(NamedTuple):
+    """A slot in use: the rewrite it belongs to, and the op that has it."""
+
+    rewrite: type[Rewrite]
+    op: str
+
+
+def former_class(target: object) -> type:
+    """Return the class that an object has without any mount."""
+    former: type = getattr(type(target), _FORMER, type(target))
+    return former
+
+
+def mounted_slots(target: object) -> Mapping[str, Slot]:
+    """Return the slots in use on an object, by name."""
+    return dict(getattr(type(target), _SLOTS, ()))
+
+
+def set_slots(target: object, slots: Mapping[str, Slot]) -> None:
+    """Give an object the class with exactly these slots in use; none gives its own class back."""
+    former = former_class(target)
+    current = mounted_slots(target)
+    if not slots:
+        if current:
+            rewrites = {slot.rewrite: None for slot in current.values()}
+            target.__class__ = former
+            for rewrite in rewrites:
+                rewrite._quantpolicy_unmounted(target)
+        return
+    target.__class__ = _subclass(former, tuple(sorted(slots.items())))
+    for name in slots.keys() - current.keys():
+        slots[name].rewrite._quantpolicy_mounted(target, name)
+
+
+@functools.cache
+def _subclass(former: type, slots: tuple[tuple[str, Slot], ...]) -> type:
+    rewrites = dict.fromkeys(slot.rewrite for _, slot in slots)
+    body: dict[str, object] = {name: True for name, _ in slots}
+    body |= {_FORMER: former, _SLOTS: slots, "__module__": former.__module__}
+    return type(former.__name__, (*rewrites, former), body)
+
+
+def why_not_plain(module: Part) -> str:
+    """Return why a module's forward cannot be rewritten, "" when it can.
+
+    A forward that a hook has replaced on the object is not the class's own.
+    """
+    if "forward" in vars(module):
+        return "its forward is replaced on the object (an offloading or caching hook)"
+    return ""
+
+
+def why_not_bypassed(module: Part) -> str:
+    """Return why a module cannot be computed without its own call, "" when it can."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return f"a {type(module).__name__} inside it has hooks"
+    if "forward" in vars(module):
+        return f"the forward of a {type(module).__name__} inside it is replaced"
+    return ""
+
+
+class Conflicts:
+    """Which op takes which slot of which object, before anything is changed."""
+
+    none: ClassVar[str] = ""
+
+    def __init__(self) -> None:
+        self._owners: dict[tuple[int, str], str] = {}
+
+    def claim(self, op: str, sites: Sites) -> str:
+        """Take the slots of an op, all or none; return why not, "" when they are taken."""
+        for site in sites.found:
+            mounted = mounted_slots(site.target).get(site.slot)
+            owner = self._owners.get((id(site.target), site.slot)) or (
+                mounted.op if mounted else op
+            )
+            if owner != op:
+                return f"{site.name}: {owner} has this part of the forward"
+        for site in sites.found:
+            self._owners[id(site.target), site.slot] = op
+        return self.none
+
+
+def check_slot(site: Site) -> None:
+    """Refuse a site whose rewrite has no such slot."""
+    if getattr(site.rewrite, site.slot, None) is not False:
+        raise KernelMountError(
+            f"{site.name}.{site.slot}",
+            f"{site.rewrite.__name__} has no such slot",
+            remedy="name a boolean attribute of the rewrite",
+        )
