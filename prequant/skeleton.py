@@ -23,6 +23,7 @@ from quantpolicy.errors import CorruptCheckpointError, Mismatch, RequestError
 from quantpolicy.match import first_matching_token, natural_key
 from quantpolicy.plan import ComponentPlan
 from quantpolicy.runtime.linear import guard_linear
+from quantpolicy.runtime.locate import linears_by_weight
 
 _REMEDY = "copy the folder again, or bake it again"
 
@@ -80,16 +81,16 @@ def fill_skeleton(
         if name not in slots:
             faults.append(Mismatch("tensor_unexpected", name, "a tensor of the model", "none"))
             continue
-        for module, leaf in slots.pop(name):
-            _assign(module, leaf, tensor)
+        _fill_slots(slots.pop(name), tensor)
     left = sorted(name for name, tensor in _tensors(model) if tensor.is_meta)
     faults += [Mismatch("tensor_missing", name, "a tensor in the folder", "none") for name in left]
     if faults:
         raise CorruptCheckpointError(str(files.folder), faults, remedy=_REMEDY)
+    sharing = linears_by_weight(model)
     for layer in plan.layers:
-        linear = model.get_submodule(layer.name)
-        assert isinstance(linear, nn.Linear)
-        guard_linear(linear, layer.pad_rows)
+        weight = model.get_parameter(f"{layer.name}.weight")
+        for linear in sharing[id(weight)]:
+            guard_linear(linear, layer.pad_rows)
     _move_buffers(model, device)
 
 
@@ -147,11 +148,14 @@ def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     return {name: places[id(tensor)] for name, tensor in _tensors(model)}
 
 
-def _assign(module: nn.Module, leaf: str, tensor: torch.Tensor) -> None:
-    if leaf in module._buffers:
-        module._buffers[leaf] = tensor
-    else:
-        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+def _fill_slots(places: list[tuple[nn.Module, str]], tensor: torch.Tensor) -> None:
+    """Put one tensor everywhere it belongs; tied parameters stay one object."""
+    parameter = nn.Parameter(tensor, requires_grad=False)
+    for module, leaf in places:
+        if leaf in module._buffers:
+            module._buffers[leaf] = tensor
+        else:
+            module._parameters[leaf] = parameter
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -22,7 +22,9 @@ from baking import (
 from torch import nn
 
 from prequant import bake, load
+from prequant.baked import read_baked_files
 from prequant.header import HEADER_FILE
+from prequant.skeleton import build_skeleton, fill_skeleton
 from quantpolicy.errors import CorruptCheckpointError, RequestError, StaleCheckpointError
 from quantpolicy.host import Host
 from quantpolicy.measure.tiny import build_tiny_pipeline_folder
@@ -147,6 +149,34 @@ def test_weights_are_memory_mapped_and_never_written_back(wan: Path, tmp_path: P
     with torch.no_grad():
         model.get_parameter("patch_embedding.bias").add_(1)
     assert files_of(folder) == before
+
+
+def test_tied_linears_stay_one_weight(wan: Path, tmp_path: Path) -> None:
+    """A name that the file lacks, because it is another's alias, is filled and guarded with it."""
+    files = read_baked_files(wan / "fp8", [])
+    part = plan_for(wan / COMPONENT, "fp8").components[COMPONENT]
+    model = build_skeleton(part.class_name, files.config, torch.bfloat16)
+    model.alias = nn.Linear(1, 1, device="meta")
+    twin = model.get_submodule(part.layers[0].name)
+    model.alias.weight, model.alias.bias = twin.weight, twin.bias
+    fill_skeleton(model, files, part, torch.device("cpu"))
+    assert model.alias.weight is twin.weight
+    assert type(model.alias) is type(twin) is QuantisedLinear
+
+
+def test_a_tensor_too_few_or_too_many_is_told(wan: Path) -> None:
+    files = read_baked_files(wan / "fp8", [])
+    part = plan_for(wan / COMPONENT, "fp8").components[COMPONENT]
+    model = build_skeleton(part.class_name, files.config, torch.bfloat16)
+    model.extra = nn.Linear(2, 2, device="meta")
+    del model.scale_shift_table
+    with pytest.raises(CorruptCheckpointError) as caught:
+        fill_skeleton(model, files, part, torch.device("cpu"))
+    assert [(item.code, item.subject) for item in caught.value.mismatches] == [
+        ("tensor_unexpected", "scale_shift_table"),
+        ("tensor_missing", "extra.bias"),
+        ("tensor_missing", "extra.weight"),
+    ]
 
 
 def test_a_stale_checkpoint_is_refused_by_default(wan: Path) -> None:
