@@ -1,7 +1,8 @@
 """Plans on live models: apply, count, undo. Imports torch and torchao."""
 
 from quantpolicy.runtime.apply import apply_plan
-from quantpolicy.runtime.mount import UnmountReport, unmount
+from quantpolicy.runtime.execution import unmount
+from quantpolicy.runtime.mount import UnmountReport
 from quantpolicy.runtime.report import ApplyReport, ComponentReport, SchemeCount, SkippedLayers
 from quantpolicy.runtime.weights import quantise_weight, tensor_parts, torchao_config
 

@@ -12,6 +12,12 @@ from quantpolicy.host import Backend
 from quantpolicy.plan import CompilePlan, ComponentPlan, Decision, PlannedLayer, QuantPlan
 from quantpolicy.runtime.check import component_mismatches, refuse_quantised
 from quantpolicy.runtime.count import count_component, count_mismatches
+from quantpolicy.runtime.execution import (
+    check_execution,
+    execution_mismatches,
+    refuse_saving,
+    switch_component,
+)
 from quantpolicy.runtime.linear import guard_linear, release_linear
 from quantpolicy.runtime.locate import linear_modules, linears_by_weight, select_components
 from quantpolicy.runtime.mount import check_mounts
@@ -38,6 +44,9 @@ def apply_plan(
     weights of all components concerned. Where that is too much, apply ``component`` by component,
     or apply on the CPU and move the result: GEMMs are then tried on the GPU the plan is for.
 
+    Under fused execution the quantised Linears then run in fused ops, and the plan's fusions are
+    joined; ``unmount`` takes that back. ``save_pretrained`` of a quantised component refuses.
+
     A dense component is not touched. A text encoder whose GEMM does not run on its device stays
     dense, and the report says so; for any other component that is an error.
 
@@ -54,7 +63,8 @@ def apply_plan(
         PlanMismatchError: the plan does not fit the model (all mismatches are collected), the model
             is already quantised, a GEMM does not run on the device, or the counts afterwards are
             not the plan's.
-        KernelMountError: the plan names a kernel or an execution that this version lacks.
+        KernelMountError: the plan names a kernel that this version lacks, or joins projections
+            that carry a LoRA adapter.
         RequestError: the component is unknown or ambiguous.
     """
     check_mounts(plan)
@@ -66,11 +76,15 @@ def apply_plan(
     compiling = _compile_targets(roots, plan) if compile else {}
     mismatches += _compile_mismatches(compiling)
     _raise_any(plan, mismatches, _CORRECT_THE_PAIR)
+    check_execution(roots, plan)
 
     parts, decisions = _drop_unrunnable(plan, roots)
     with ExitStack() as undo:
         for name, root in roots.items():
             _quantise_component(root, parts[name], undo)
+            if parts[name].layers:
+                refuse_saving(name, root, undo)
+            switch_component(name, root, parts[name], plan, undo)
         report = _report(plan, roots, parts, decisions, compiling)
         for root in compiling.values():
             _compile_blocks(root, plan.compile, undo)
@@ -117,7 +131,7 @@ def _drop_unrunnable(
     decisions: list[Decision] = []
     mismatches: list[Mismatch] = []
     for name, root in roots.items():
-        for scheme, device, failure in _failures(root, parts[name], plan.host.backend):
+        for scheme, device, failure in _failures(root, parts[name], plan):
             if parts[name].kind is ComponentKind.TEXT_ENCODER:
                 decisions.append(_left_dense(name, scheme, device, failure))
             else:
@@ -133,16 +147,16 @@ def _drop_unrunnable(
 
 
 def _failures(
-    root: nn.Module, plan: ComponentPlan, backend: Backend
+    root: nn.Module, part: ComponentPlan, plan: QuantPlan
 ) -> list[tuple[Scheme, torch.device, str]]:
     linears, _ = linear_modules(root)
     signatures = {
-        (layer.scheme, run_device(weight.device, backend), weight.dtype): None
-        for layer, weight in ((layer, linears[layer.name].weight) for layer in plan.layers)
+        (layer.scheme, run_device(weight.device, plan.host.backend), weight.dtype): None
+        for layer, weight in ((layer, linears[layer.name].weight) for layer in part.layers)
         if layer.scheme in GEMM_SCHEMES
     }
     results = (
-        (scheme, device, smoke_test(scheme, plan.settings, device, dtype))
+        (scheme, device, smoke_test(scheme, part.settings, device, dtype, plan.execution))
         for scheme, device, dtype in signatures
     )
     return [result for result in results if result[2]]
@@ -185,6 +199,7 @@ def _report(
             name, root, parts[name], planned=plan.components[name].scheme, compiled=mode
         )
         mismatches += count_mismatches(counted[name], parts[name])
+        mismatches += execution_mismatches(counted[name], parts[name], plan)
     _raise_any(plan, mismatches, _CORRECT_THE_PAIR)
     return ApplyReport(
         family=plan.family,
@@ -192,6 +207,7 @@ def _report(
         plan_digest=plan.plan_digest,
         components=counted,
         decisions=tuple(decisions),
+        execution=plan.execution,
     )
 
 

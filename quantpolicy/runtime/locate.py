@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
-import torch
 from torch import nn
 
 from quantpolicy.errors import Mismatch, RequestError
+from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.match import is_adapter, is_output_head, normalise_name
 from quantpolicy.plan import ComponentPlan, QuantPlan
 from quantpolicy.schemes import ComponentKind, Scheme
@@ -85,20 +85,44 @@ def linear_modules(root: nn.Module) -> tuple[dict[str, nn.Linear], list[Mismatch
     Of several Linears over one weight the first stands for all; see ``linears_by_weight``.
     """
     linears: dict[str, nn.Linear] = {}
-    weights: dict[int, torch.Tensor] = {}
+    seen: set[Hashable] = set()
     mismatches = []
     for raw_name, module in root.named_modules():
         if not isinstance(module, nn.Linear) or is_adapter(raw_name) or is_output_head(raw_name):
             continue
-        weight = module.weight
-        if id(weight) in weights:
+        key = weight_key(module)
+        if key in seen:
             continue
-        weights[id(weight)] = weight
+        seen.add(key)
         name = normalise_name(raw_name)
         if name in linears:
             mismatches.append(Mismatch("name_ambiguous", name, "one module", "two modules"))
         linears[name] = module
     return linears, mismatches
+
+
+def weight_key(linear: nn.Linear) -> Hashable:
+    """Return what is equal for Linears over one weight, while they live."""
+    if not isinstance(linear, FusedLinear):
+        return id(linear.weight)
+    data = linear.qdata
+    return id(linear) if data.is_meta else (data.device, data.data_ptr())
+
+
+def adapted_linears(root: nn.Module) -> set[str]:
+    """Return the normalised names of the Linears that an adapter wraps."""
+    return {
+        normalise_name(raw_name)
+        for raw_name, module in root.named_modules()
+        if isinstance(module, nn.Linear) and "base_layer" in raw_name.split(".")
+    }
+
+
+def roots_of(model: object) -> list[nn.Module]:
+    """Return the modules of a module, a pipeline, or a mapping of names to modules."""
+    if isinstance(model, nn.Module):
+        return [model]
+    return [part for part in _parts_of(model).values() if isinstance(part, nn.Module)]
 
 
 def linears_by_weight(root: nn.Module) -> dict[int, list[nn.Linear]]:

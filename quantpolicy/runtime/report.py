@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from quantpolicy.plan import Decision
 from quantpolicy.record import Record
-from quantpolicy.schemes import Cause, Scheme
+from quantpolicy.schemes import Cause, Execution, Scheme
 
 MIB = 1024**2
 
@@ -19,6 +21,7 @@ class SchemeCount(Record):
         padded: how many of them pad few activation rows.
         emulated: how many of them are on a device without the scheme's GEMM and multiply
             dequantised operands.
+        fused: how many of them run in fused ops.
     """
 
     scheme: Scheme
@@ -28,6 +31,7 @@ class SchemeCount(Record):
     scale_bytes: int
     padded: int = 0
     emulated: int = 0
+    fused: int = 0
 
 
 class SkippedLayers(Record):
@@ -50,6 +54,7 @@ class ComponentReport(Record):
         linear_parameters: weights in all Linears.
         total_parameters: all parameters, each shared one counted once.
         compiled: ``regional`` when the repeated blocks were compiled here, else ``none``.
+        joined: groups of projections that share one GEMM.
     """
 
     name: str
@@ -61,6 +66,7 @@ class ComponentReport(Record):
     total_parameters: int
     skipped: tuple[SkippedLayers, ...]
     compiled: str = "none"
+    joined: int = 0
 
     @property
     def quantised_layers(self) -> int:
@@ -106,9 +112,11 @@ class ApplyReport(Record):
 
     Args:
         components: by name, those that the call concerned.
+        execution: how their quantised Linears are run.
         decisions: candidates given up on this device, such as a text encoder left dense because the
             scheme's GEMM does not run.
         mounted: fusions mounted, ``component.op``.
+        declined: the reason for each planned fusion that was not mounted.
     """
 
     family: str
@@ -117,6 +125,8 @@ class ApplyReport(Record):
     components: dict[str, ComponentReport]
     decisions: tuple[Decision, ...] = ()
     mounted: tuple[str, ...] = ()
+    declined: dict[str, str] = Field(default_factory=dict)
+    execution: Execution = Execution.TORCHAO
 
     @property
     def quantised_layers(self) -> int:
@@ -137,17 +147,23 @@ class ApplyReport(Record):
             "components": {name: part.to_dict() for name, part in self.components.items()},
             "decisions": [decision.model_dump(mode="json") for decision in self.decisions],
             "mounted": list(self.mounted),
+            "declined": dict(self.declined),
+            "execution": self.execution.value,
             "quantised_layers": self.quantised_layers,
             "total_bytes": self.total_bytes,
         }
 
     def explain(self) -> str:
         """Return the report as text for a person."""
-        lines = [f"{self.family}: {format_bytes(self.total_bytes)} of weights after applying"]
+        lines = [
+            f"{self.family}: {format_bytes(self.total_bytes)} of weights after applying, "
+            f"execution {self.execution.value}"
+        ]
         for part in self.components.values():
             lines += _component_lines(part)
         lines += [f"  not applied: {decision.detail}" for decision in self.decisions]
         lines += [f"  mounted: {name}" for name in self.mounted]
+        lines += [f"  not mounted: {name}: {why}" for name, why in self.declined.items()]
         return "\n".join(lines)
 
 
@@ -164,11 +180,14 @@ def _component_lines(part: ComponentReport) -> list[str]:
             f"data {format_bytes(count.data_bytes)}, scales {format_bytes(count.scale_bytes)}"
             + (f", {count.padded} padded" if count.padded else "")
             + (f", {count.emulated} emulated on this device" if count.emulated else "")
+            + (f", {count.fused} in fused ops" if count.fused else "")
         )
     lines += [
         f"    dense: {group.layers} layers kept because {group.because.value} ({group.rule})"
         for group in part.skipped
     ]
+    if part.joined:
+        lines.append(f"    joined: {part.joined} groups of projections")
     if part.compiled != "none":
         lines.append(f"    compiled: {part.compiled}")
     return lines

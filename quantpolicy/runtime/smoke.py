@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from quantpolicy.candidates import FUSED_SCHEMES
+from quantpolicy.errors import KernelMountError
+from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.plan import SchemeSettings
 from quantpolicy.runtime.linear import guard_linear
 from quantpolicy.runtime.weights import quantise_weight
-from quantpolicy.schemes import Scheme
+from quantpolicy.schemes import Execution, Scheme
 
 FEATURES = 256
 ROWS = 32
@@ -21,12 +24,17 @@ _FAILURES = (
     AssertionError,
     AttributeError,
     ImportError,
+    KernelMountError,
 )
 
 
 @torch.no_grad()
 def smoke_test(
-    scheme: Scheme, settings: SchemeSettings, device: torch.device, dtype: torch.dtype
+    scheme: Scheme,
+    settings: SchemeSettings,
+    device: torch.device,
+    dtype: torch.dtype,
+    execution: Execution = Execution.TORCHAO,
 ) -> str:
     """Run one small Linear in the scheme on the device; return "" or what went wrong.
 
@@ -41,7 +49,10 @@ def smoke_test(
         linear = nn.Linear(FEATURES, FEATURES, device="meta", dtype=dtype)
         linear.weight = nn.Parameter(quantise_weight(weight, scheme, settings), requires_grad=False)
         linear.bias = nn.Parameter(torch.ones(FEATURES, device=device, dtype=dtype))
-        output = guard_linear(linear)(rows).float()
+        guarded: nn.Linear = guard_linear(linear)
+        if execution is Execution.FUSED and scheme in FUSED_SCHEMES:
+            guarded = FusedLinear.adopt(guarded)
+        output = guarded(rows).float()
         error = float((output - dense).norm() / dense.norm())
     except _FAILURES as failure:
         return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"

@@ -9,7 +9,7 @@ from torch import nn
 from quantpolicy.errors import KernelMountError
 from quantpolicy.plan import PlannedKernel
 from quantpolicy.runtime import apply_plan, unmount
-from quantpolicy.schemes import Execution, Quality, Scheme
+from quantpolicy.schemes import Quality, Scheme
 
 
 @pytest.fixture
@@ -22,13 +22,6 @@ def test_unknown_kernel(model, component_plan, quant_plan):
     plan = quant_plan(transformer=component_plan(model, Scheme.INT8))
     with pytest.raises(KernelMountError, match=r"transformer\.rope_pack: no such kernel"):
         apply_plan(model, plan.model_copy(update={"kernels": (kernel,)}))
-    assert type(model[0]) is nn.Linear
-
-
-def test_fused_execution(model, component_plan, quant_plan):
-    plan = quant_plan(transformer=component_plan(model, Scheme.INT8))
-    with pytest.raises(KernelMountError, match="execution: fused is not available"):
-        apply_plan(model, plan.model_copy(update={"execution": Execution.FUSED}))
     assert type(model[0]) is nn.Linear
 
 

@@ -84,7 +84,7 @@ def test_json_and_text(block, component_plan, quant_plan):
     assert part["linear_coverage"] == 16384 / 17344
     assert values["mounted"] == values["decisions"] == []
     assert report.explain().splitlines() == [
-        "by-hand: 0.02 MiB of weights after applying",
+        "by-hand: 0.02 MiB of weights after applying, execution torchao",
         "  transformer (Block): 94.5% of the Linears' weights, 93.0% of all parameters, 0.02 MiB",
         "    int8: 2 layers, data 0.02 MiB, scales 0.00 MiB, 2 padded",
         "    dense: 1 layers kept because alignment (derived.alignment)",
