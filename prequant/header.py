@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from quantpolicy.errors import CorruptCheckpointError, Mismatch
+from quantpolicy.errors import CorruptCheckpointError, Mismatch, RequestError
 from quantpolicy.host import Host
 from quantpolicy.inventory.shard import parse_json_object
 from quantpolicy.plan import SchemeSettings
@@ -70,7 +70,7 @@ class ShardIdentity(Record):
 
 
 class Counts(Record):
-    """What was written, counted while writing.
+    """What was written, counted on the files.
 
     Args:
         tensors: parameters and buffers of the model.
@@ -149,6 +149,24 @@ def find_components(folder: Path) -> dict[str, Path]:
         for child in sorted(folder.iterdir())
         if child.is_dir() and (child / HEADER_FILE).is_file()
     }
+
+
+def open_baked(folder: Path) -> dict[str, Path]:
+    """Return the baked components of a folder that must have some; see ``find_components``.
+
+    Raises:
+        RequestError: there is no such folder.
+        CorruptCheckpointError: it holds no baked component.
+    """
+    remedy = "give a folder that `prequant bake` wrote"
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "no such folder"
+        raise RequestError(str(folder), found, remedy=remedy)
+    components = find_components(folder)
+    if not components:
+        fault = Mismatch("header_missing", HEADER_FILE, "a header", "no such file")
+        raise CorruptCheckpointError(str(folder), (fault,), remedy=remedy)
+    return components
 
 
 def read_baked_header(folder: Path) -> Header:

@@ -8,15 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from prequant.header import (
-    HEADER_FILE,
-    REBAKE,
-    Counts,
-    Header,
-    find_components,
-    read_baked_header,
-)
-from quantpolicy.errors import CorruptCheckpointError, Mismatch, RequestError
+from prequant.header import Counts, Header, open_baked, read_baked_header
 from quantpolicy.plan import SchemeSettings
 from quantpolicy.record import Record
 from quantpolicy.schemes import Scheme
@@ -56,16 +48,8 @@ def inspect(folder: str | os.PathLike[str]) -> dict[str, InspectedComponent]:
         RequestError: there is no such folder.
         CorruptCheckpointError: it holds no header, or one that does not parse.
     """
-    path = Path(folder)
-    if not path.is_dir():
-        found = "a file" if path.exists() else "no such folder"
-        raise RequestError(str(path), found, remedy="give a folder that `prequant bake` wrote")
-    components = find_components(path)
-    if not components:
-        fault = Mismatch("header_missing", HEADER_FILE, "a header", "no such file")
-        raise CorruptCheckpointError(str(path), (fault,), remedy=REBAKE)
-    found_headers = [(child, read_baked_header(child)) for child in components.values()]
-    return {header.component: _inspected(child, header) for child, header in found_headers}
+    headers = [(child, read_baked_header(child)) for child in open_baked(Path(folder)).values()]
+    return {header.component: _inspected(child, header) for child, header in headers}
 
 
 def _inspected(folder: Path, header: Header) -> InspectedComponent:

@@ -1,4 +1,4 @@
-"""What bake, validate and load report. Torch-free records."""
+"""What bake and validate report. Torch-free records."""
 
 from __future__ import annotations
 

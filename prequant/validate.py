@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from prequant.baked import BakedFiles, read_baked_files
 from prequant.damage import file_faults, header_faults, read_plan, weight_faults
-from prequant.header import HEADER_FILE, Header, find_components, parse_header
+from prequant.header import Header, open_baked, parse_header
 from prequant.report import ValidatedComponent, ValidateReport
 from prequant.scan import value_faults
 from prequant.staleness import (
@@ -24,12 +24,7 @@ from prequant.staleness import (
     version_mismatches,
     weights_mismatches,
 )
-from quantpolicy.errors import (
-    CorruptCheckpointError,
-    Mismatch,
-    RequestError,
-    StaleCheckpointError,
-)
+from quantpolicy.errors import CorruptCheckpointError, Mismatch, StaleCheckpointError
 from quantpolicy.plan import QuantPlan
 
 if TYPE_CHECKING:
@@ -97,15 +92,7 @@ def validate(
         StaleCheckpointError: in order, but not what would be baked today.
     """
     path = Path(folder)
-    if not path.is_dir():
-        found = "a file" if path.exists() else "no such folder"
-        raise RequestError(str(path), found, remedy="give a folder that `prequant bake` wrote")
-    components = find_components(path)
-    if not components:
-        fault = Mismatch("header_missing", HEADER_FILE, "a header", "no such file")
-        raise CorruptCheckpointError(
-            str(path), (fault,), remedy="give a folder that `prequant bake` wrote"
-        )
+    components = open_baked(path)
     standard = Standard(plan=plan, rules=rules, full=full)
     findings = [check_component(child, standard) for child in components.values()]
     raise_findings(path, findings)
