@@ -13,11 +13,12 @@ from pathlib import Path
 
 from prequant.forms import PART_NAME, stored_scheme
 from quantpolicy.errors import CorruptCheckpointError, Mismatch, RequestError
-from quantpolicy.inventory.headers import ShardHeader, TensorEntry, read_headers
-from quantpolicy.inventory.weight_files import CONFIG_FILE, read_json_file
+from quantpolicy.inventory.headers import FLOAT_DTYPES
+from quantpolicy.inventory.shard import ShardHeader, TensorEntry
+from quantpolicy.inventory.weight_files import CONFIG_FILE, read_headers, read_json_file
 from quantpolicy.schemes import DTYPE_BYTES, Scheme
 
-_FILE_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_FILE_DTYPES = {dtype: spelt for spelt, dtype in FLOAT_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)

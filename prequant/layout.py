@@ -24,9 +24,9 @@ from prequant.encode import (
 )
 from prequant.source import SourceComponent
 from quantpolicy.errors import Mismatch, PlanMismatchError
-from quantpolicy.inventory.headers import FLOAT_DTYPES, QUANTISED_DTYPES, ShardHeader, TensorEntry
-from quantpolicy.inventory.shard import LENGTH_BYTES, METADATA_KEY
-from quantpolicy.match import block_pattern, first_matching_token, normalise_name
+from quantpolicy.inventory.headers import FLOAT_DTYPES, QUANTISED_DTYPES, loaded_dtype
+from quantpolicy.inventory.shard import LENGTH_BYTES, METADATA_KEY, ShardHeader, TensorEntry
+from quantpolicy.match import block_pattern, normalise_name
 from quantpolicy.plan import ComponentPlan, KeptLayer, PlannedLayer
 
 WEIGHTS_STEM = "diffusion_pytorch_model"
@@ -129,13 +129,6 @@ def lay_out(component: SourceComponent) -> tuple[ShardLayout, ...]:
     )
 
 
-def loaded_dtype(name: str, entry: TensorEntry, plan: ComponentPlan) -> str:
-    """Return the dtype the tensor has once it is loaded, "" when that is the stored one."""
-    if entry.dtype not in FLOAT_DTYPES:
-        return ""
-    return "float32" if first_matching_token(name, plan.keep_in_fp32) else plan.dtype
-
-
 def _plan_faults(component: SourceComponent) -> Iterator[Mismatch]:
     plan = component.plan
     class_name = component.config.get("_class_name")
@@ -171,7 +164,7 @@ def _layer_faults(
         return
     if entry.shape != layer.shape:
         yield Mismatch("layer_shape", layer.name, str(layer.shape), str(entry.shape))
-    loaded = loaded_dtype(name, entry, plan)
+    loaded = loaded_dtype(name, entry, plan.dtype, plan.keep_in_fp32)
     if loaded != layer.dtype:
         yield Mismatch("layer_dtype", layer.name, layer.dtype, loaded or entry.dtype)
 
@@ -179,8 +172,9 @@ def _layer_faults(
 def _job(
     name: str, entry: TensorEntry, plan: ComponentPlan, planned: dict[str, PlannedLayer]
 ) -> Job:
-    layer = planned.get(normalise_name(name))
-    loaded = loaded_dtype(name, entry, plan)
+    normalised = normalise_name(name)
+    layer = planned.get(normalised)
+    loaded = loaded_dtype(normalised, entry, plan.dtype, plan.keep_in_fp32)
     if layer is not None:
         dtype = getattr(torch, layer.dtype)
         encoding = encode_weight(layer.scheme, plan.settings, layer.shape, dtype)

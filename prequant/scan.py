@@ -15,7 +15,7 @@ from prequant.baked import BakedFiles
 from prequant.forms import NAN_BYTES, PART_NAME
 from prequant.header import Header
 from quantpolicy.errors import Mismatch
-from quantpolicy.inventory.headers import ShardHeader, TensorEntry
+from quantpolicy.inventory.shard import ShardHeader, TensorEntry
 
 _PIECE_BYTES = 8 << 20
 

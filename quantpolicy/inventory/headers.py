@@ -8,14 +8,8 @@ from pathlib import Path
 
 from quantpolicy.errors import RequestError
 from quantpolicy.inventory.model import Inventory, LinearFacts
-from quantpolicy.inventory.shard import BITS, ShardHeader, TensorEntry, read_header
-from quantpolicy.inventory.weight_files import (
-    CONFIG_FILE,
-    WeightFiles,
-    find_weights,
-    read_headers,
-    read_json_file,
-)
+from quantpolicy.inventory.shard import BITS, ShardHeader, TensorEntry
+from quantpolicy.inventory.weight_files import CONFIG_FILE, read_headers, read_json_file
 from quantpolicy.match import (
     block_pattern,
     first_matching_token,
@@ -25,18 +19,6 @@ from quantpolicy.match import (
     normalise_name,
 )
 from quantpolicy.schemes import DTYPE_BYTES
-
-__all__ = [
-    "ShardHeader",
-    "TensorEntry",
-    "WeightFiles",
-    "find_weights",
-    "inventory_from_folder",
-    "inventory_from_headers",
-    "is_linear_name",
-    "read_header",
-    "read_headers",
-]
 
 FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 QUANTISED_DTYPES = frozenset(
@@ -120,7 +102,7 @@ def inventory_from_headers(
         name = normalise_name(key)
         if is_adapter(name):
             continue
-        loaded = _loaded_dtype(name, entry, dtype, keep_in_fp32)
+        loaded = loaded_dtype(name, entry, dtype, keep_in_fp32)
         module, _, leaf = name.rpartition(".")
         has_bias = f"{key.rpartition('.')[0]}.bias" in tensors
         if (
@@ -159,7 +141,14 @@ def _already_quantised(folder: Path, found: str) -> RequestError:
     )
 
 
-def _loaded_dtype(name: str, entry: TensorEntry, dtype: str, keep_in_fp32: Sequence[str]) -> str:
+def loaded_dtype(name: str, entry: TensorEntry, dtype: str, keep_in_fp32: Sequence[str]) -> str:
+    """Return the dtype that a stored tensor has once it is loaded, "" when it is no float.
+
+    Args:
+        name: normalised name of the tensor.
+        dtype: of the component.
+        keep_in_fp32: tokens of the modules whose tensors are loaded in fp32.
+    """
     if entry.dtype not in FLOAT_DTYPES:
         return ""
     return "float32" if first_matching_token(name, keep_in_fp32) else dtype

@@ -1,7 +1,7 @@
 """One safetensors file read by its header: names, dtypes, shapes and byte ranges, no values.
 
 Everything that the format demands is checked here, so that callers may trust a ``ShardHeader``.
-Which files make up a component belongs to ``headers``. Torch-free.
+Which files make up a component belongs to ``weight_files``. Torch-free.
 """
 
 from __future__ import annotations
