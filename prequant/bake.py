@@ -30,11 +30,12 @@ from prequant.header import (
 )
 from prequant.layout import INDEX_FILE, ShardLayout, index_json, lay_out
 from prequant.report import BakedComponent, BakeReport
-from prequant.source import PICKLE_SUFFIXES, Source, SourceComponent, find_model, open_source
+from prequant.source import Source, SourceComponent, find_model, open_source
 from prequant.staging import check_out, check_space, staged
 from prequant.stream import WrittenShard, stream_shards
 from quantpolicy.errors import Mismatch, PlanMismatchError, RequestError
-from quantpolicy.inventory.weight_files import CONFIG_FILE
+from quantpolicy.inventory.weight_files import CONFIG_FILE, PICKLE_SUFFIXES
+from quantpolicy.model_folder import is_repo_id, repo_of
 from quantpolicy.plan import QuantPlan
 from quantpolicy.record import sha256_of
 
@@ -156,7 +157,7 @@ def _header(
         shard.source_name: FileIdentity(bytes=shard.source_bytes, sha256=shard.source_sha256)
         for shard in written
     }
-    repo, config_digest = part.config.get("_name_or_path"), sha256_of(part.config)
+    repo, config_digest = repo_of(part.config), sha256_of(part.config)
     return Header.sealed(
         format=FORMAT,
         format_version=FORMAT_VERSION,
@@ -175,7 +176,7 @@ def _header(
         config_digest=sha256_of(config),
         plan=plan.to_dict(),
         source=SourceIdentity(
-            repo=repo if isinstance(repo, str) and _is_repo(repo) else "",
+            repo=repo if is_repo_id(repo) else "",
             class_name=str(part.config.get("_class_name")),
             config_digest=config_digest,
             files=files,
@@ -214,11 +215,6 @@ def _count(part: SourceComponent, shards: tuple[ShardLayout, ...], folder: Path)
         dense_bytes=files.dense_bytes(),
         source_bytes=sum(shard.source.file_bytes for shard in shards),
     )
-
-
-def _is_repo(name: str) -> bool:
-    """Tell whether this reads like a repository id, not a path on somebody's disk."""
-    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
 def _version(package: str) -> str:

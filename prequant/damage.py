@@ -13,9 +13,8 @@ from pathlib import Path
 from prequant.baked import BakedFiles, StoredWeight
 from prequant.forms import TENSOR_CLASSES, part_forms
 from prequant.header import FORMAT, HEADER_FILE, Header, SourceIdentity
-from prequant.source import PICKLE_SUFFIXES
 from quantpolicy.errors import Mismatch, RequestError
-from quantpolicy.inventory.weight_files import CONFIG_FILE, find_weights
+from quantpolicy.inventory.weight_files import CONFIG_FILE, PICKLE_SUFFIXES, find_weights
 from quantpolicy.plan import ComponentPlan, QuantPlan
 from quantpolicy.record import sha256_of
 

@@ -6,13 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantpolicy.errors import RequestError
-from quantpolicy.inventory.headers import ShardHeader, TensorEntry, read_headers
-from quantpolicy.inventory.weight_files import CONFIG_FILE, read_json_file
+from quantpolicy.inventory.shard import ShardHeader, TensorEntry
+from quantpolicy.inventory.weight_files import CONFIG_FILE, read_headers, read_json_file
+from quantpolicy.model_folder import (
+    INDEX_FILE,
+    cached_snapshot,
+    index_file,
+    is_repo_id,
+    read_pipeline_index,
+)
 from quantpolicy.plan import ComponentPlan, QuantPlan
-from quantpolicy.schemes import ComponentKind, SchemeChoice
-
-PIPELINE_FILE = "model_index.json"
-PICKLE_SUFFIXES = frozenset({".bin", ".ckpt", ".pt", ".pth", ".pkl", ".pickle"})
+from quantpolicy.schemes import ComponentKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +69,15 @@ def find_model(model: str) -> Path:
     path = Path(model).expanduser()
     if path.is_dir():
         return path
-    if not path.exists() and model.count("/") == 1 and not model.startswith((".", "~", "/")):
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-        try:
-            return Path(snapshot_download(model, local_files_only=True))
-        except (HFValidationError, LocalEntryNotFoundError) as error:
+    if not path.exists() and is_repo_id(model):
+        snapshot = cached_snapshot(model)
+        if snapshot is None:
             raise RequestError(
                 model,
                 "neither a folder nor in the local cache",
                 remedy=f"download it with `hf download {model}`, or give a folder",
-            ) from error
+            )
+        return snapshot
     raise RequestError(
         model,
         "a file" if path.exists() else "no such folder",
@@ -95,12 +96,13 @@ def open_source(source: Path, plan: QuantPlan, component: str | None) -> Source:
         CorruptCheckpointError: a safetensors file or its index is damaged.
     """
     _refuse_run_time_only(plan, component)
-    if (source / PIPELINE_FILE).is_file():
-        return _open_pipeline(source, plan, component)
+    index = index_file(source)
+    if index is not None:
+        return _open_pipeline(index, plan, component)
     if not (source / CONFIG_FILE).is_file():
         raise RequestError(
             str(source),
-            f"holds neither {CONFIG_FILE} nor {PIPELINE_FILE}",
+            f"holds neither {CONFIG_FILE} nor {INDEX_FILE}",
             remedy="give a diffusers component folder or pipeline folder",
         )
     config = _read_dense_config(source)
@@ -117,14 +119,8 @@ def _refuse_run_time_only(plan: QuantPlan, component: str | None) -> None:
             allowed="known: " + ", ".join(plan.components),
             remedy="choose one of these",
         )
-    asked = {
-        ComponentKind.TEXT_ENCODER: plan.request.text_encoder,
-        ComponentKind.VAE: plan.request.vae,
-    }
     for name, part in plan.components.items():
-        choice = asked.get(part.kind, SchemeChoice.AUTO)
-        explicit = choice not in (SchemeChoice.AUTO, SchemeChoice.DENSE)
-        if part.kind is not ComponentKind.DENOISER and (name == component or explicit):
+        if part.kind is not ComponentKind.DENOISER and (name == component or part.layers):
             raise RequestError(
                 f"component {name}",
                 f"is a {part.kind.value}, which is quantised at run time only",
@@ -158,18 +154,17 @@ def _component_of(config: dict[str, object], plan: QuantPlan, source: Path) -> s
     )
 
 
-def _open_pipeline(source: Path, plan: QuantPlan, component: str | None) -> Source:
-    index = read_json_file(source / PIPELINE_FILE)
+def _open_pipeline(index_path: Path, plan: QuantPlan, component: str | None) -> Source:
+    source = index_path.parent
+    index = read_pipeline_index(index_path)
     opened, notes = [], []
     for name, part in plan.components.items():
         if part.kind is not ComponentKind.DENOISER:
-            if part.layers:
-                notes.append(f"{name}: copied dense; {part.scheme.value} is applied at run time")
             continue
         if component not in (None, name) or not part.layers:
             notes.append(f"{name}: copied dense")
             continue
-        if name not in index or not (source / name).is_dir():
+        if name not in index.classes or not (source / name).is_dir():
             raise RequestError(
                 str(source / name),
                 "planned but not in the pipeline folder",

@@ -125,6 +125,27 @@ def repo_of(values: Mapping[str, object]) -> str:
     return name if isinstance(name, str) else ""
 
 
+def is_repo_id(name: str) -> bool:
+    """Tell whether this reads like a repository id, not like a path."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not name.endswith("/")
+
+
+def cached_snapshot(repo: str) -> Path | None:
+    """Return the snapshot of a repository in the local Hugging Face cache, None without one.
+
+    Nothing is downloaded. Without huggingface_hub there is no cache to look in.
+    """
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        return None
+    try:
+        return Path(snapshot_download(repo, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
 def component_folders(path: Path, names: Iterable[str]) -> dict[str, Path]:
     """Return the folders of a pipeline's components; a modular pipeline may keep some elsewhere.
 

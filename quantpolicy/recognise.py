@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from quantpolicy.errors import RequestError
 from quantpolicy.inventory.shipped import load_inventory
+from quantpolicy.inventory.weight_files import UNREAD
+from quantpolicy.model_folder import cached_snapshot
 from quantpolicy.target import Target
 from quantpolicy.target_parts import in_order, make_component
 
@@ -65,7 +67,7 @@ def _from_text(model: str, rules: RuleTable) -> Target:
 
 def _looks_like_path(model: str) -> bool:
     starts = ("./", "../", "/", "~")
-    suffixes = (".json", ".safetensors", ".gguf", ".bin", ".ckpt", ".pt", ".pth", "/")
+    suffixes = (".json", ".safetensors", *UNREAD, "/")
     return (
         model.startswith(starts)
         or model.endswith(suffixes)
@@ -90,7 +92,7 @@ def _from_repo(repo: str, rules: RuleTable) -> Target:
         if repo in spec.recognise.repos:
             how = f"repository {repo}, taken as released"
             return _from_family(family, rules, source=repo, how=how)
-    folder = _cached_snapshot(repo)
+    folder = cached_snapshot(repo)
     if folder is not None:
         return _from_path(folder, rules)
     raise RequestError(
@@ -98,19 +100,6 @@ def _from_repo(repo: str, rules: RuleTable) -> Target:
         "neither an existing path, nor a repository of the rule table, nor in the local cache",
         remedy=f"download it with `hf download {repo}`, or give a family name",
     )
-
-
-def _cached_snapshot(repo: str) -> Path | None:
-    """Return the snapshot of a repository in the local Hugging Face cache, None without one."""
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-    except ImportError:
-        return None
-    try:
-        return Path(snapshot_download(repo, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
 
 
 def _from_family(family: str, rules: RuleTable, *, source: str, how: str) -> Target:

@@ -12,7 +12,7 @@ from quantpolicy.family_match import Clues, FamilyMatch, effective_config, find_
 from quantpolicy.inventory.headers import inventory_from_folder
 from quantpolicy.inventory.model import Inventory
 from quantpolicy.inventory.shipped import load_inventory
-from quantpolicy.inventory.weight_files import CONFIG_FILE, read_json_file
+from quantpolicy.inventory.weight_files import CONFIG_FILE, UNREAD, read_json_file
 from quantpolicy.model_folder import (
     INDEX_FILE,
     MODULAR_INDEX_FILE,
@@ -49,11 +49,8 @@ def target_from_path(path: Path, rules: RuleTable) -> Target:
         return target_from_config(read_json_file(path), rules, where=str(path))
     if path.name in (INDEX_FILE, MODULAR_INDEX_FILE):
         raise _wrong_file(path, "the file of a whole pipeline", f"give its folder {path.parent}")
-    if path.suffix == ".gguf":
-        raise _wrong_file(path, "GGUF weights are already quantised", "give the dense model")
-    if path.suffix in (".bin", ".ckpt", ".pt", ".pth"):
-        remedy = "give a folder with safetensors weights"
-        raise _wrong_file(path, "a pickle file can run code, so none is read", remedy)
+    if path.suffix in UNREAD:
+        raise _wrong_file(path, UNREAD[path.suffix], "give a folder with dense safetensors weights")
     raise _wrong_file(path, f"not a {CONFIG_FILE}", f"give a folder or a {CONFIG_FILE}")
 
 
@@ -69,7 +66,7 @@ def _from_folder(folder: Path, rules: RuleTable) -> Target:
         return _from_component_folder(folder, rules)
     gguf = next(folder.glob("*.gguf"), None)
     if gguf is not None:
-        raise _wrong_file(gguf, "GGUF weights are already quantised", "give the dense model")
+        raise _wrong_file(gguf, UNREAD[".gguf"], "give the dense model")
     raise RequestError(
         str(folder),
         f"holds neither {INDEX_FILE} nor {CONFIG_FILE}",

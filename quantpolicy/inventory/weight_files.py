@@ -19,12 +19,10 @@ _WEIGHT_FILE = re.compile(
     r"(?P<shard>-\d{5}-of-\d{5})?\.safetensors"
     r"(?P<index>\.index(?:\.(?P<index_variant>[\w-]+))?\.json)?"
 )
-_UNREAD = {
+PICKLE_SUFFIXES = frozenset({".bin", ".ckpt", ".pt", ".pth", ".pkl", ".pickle"})
+UNREAD = {
     ".gguf": "GGUF weights are already quantised",
-    ".bin": "pickle files can run code",
-    ".ckpt": "pickle files can run code",
-    ".pt": "pickle files can run code",
-    ".pth": "pickle files can run code",
+    **dict.fromkeys(sorted(PICKLE_SUFFIXES), "a pickle file can run code, so none is read"),
 }
 
 
@@ -97,12 +95,12 @@ def find_weights(folder: Path, variant: str = "") -> WeightFiles:
 
 
 def _no_weights(folder: Path, names: Sequence[str]) -> RequestError:
-    for suffix, reason in _UNREAD.items():
+    for suffix, reason in UNREAD.items():
         found = next((name for name in names if name.endswith(suffix)), None)
         if found:
             return RequestError(
                 str(folder),
-                f"holds {found} and no safetensors file ({reason}, so none is read)",
+                f"holds {found} and no safetensors file ({reason})",
                 remedy="give the safetensors weights of the model",
             )
     return RequestError(

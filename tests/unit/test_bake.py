@@ -33,8 +33,11 @@ from prequant.forms import part_forms, quantization_config_form, tensor_metadata
 from prequant.header import HEADER_FILE
 from prequant.rows import NonFiniteError, RowQuantiser
 from quantpolicy.errors import PlanMismatchError, RequestError
+from quantpolicy.host import Host
 from quantpolicy.measure.tiny import build_tiny_pipeline_folder
 from quantpolicy.plan import SchemeSettings
+from quantpolicy.request import Request
+from quantpolicy.resolver import resolve
 from quantpolicy.runtime.weights import quantise_weight, tensor_parts, torchao_config
 from quantpolicy.schemes import Scheme
 
@@ -564,6 +567,13 @@ def test_run_time_components_are_refused(tmp_path: Path) -> None:
         bake(source, tmp_path / "out", plan=plan, component="text_encoder")
     with pytest.raises(RequestError, match="not in the plan"):
         bake(source, tmp_path / "out", plan=plan, component="unet")
+    both = resolve(
+        source,
+        host=Host.load("h200"),
+        request=Request(transformer="int8", text_encoder="int8", min_features=16),
+    )
+    with pytest.raises(RequestError, match="text_encoder: is a text_encoder, which is quantised"):
+        bake(source, tmp_path / "out", plan=both)
 
 
 def test_a_pickle_is_neither_copied_nor_passed_over(tmp_path: Path) -> None:

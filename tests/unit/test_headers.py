@@ -11,14 +11,9 @@ from pathlib import Path
 import pytest
 
 from quantpolicy.errors import CorruptCheckpointError, RequestError
-from quantpolicy.inventory.headers import (
-    find_weights,
-    inventory_from_folder,
-    is_linear_name,
-    read_header,
-    read_headers,
-)
-from quantpolicy.inventory.shard import MAX_HEADER_BYTES, TensorEntry
+from quantpolicy.inventory.headers import inventory_from_folder, is_linear_name
+from quantpolicy.inventory.shard import MAX_HEADER_BYTES, TensorEntry, read_header
+from quantpolicy.inventory.weight_files import find_weights, read_headers
 
 PREFIX = "diffusion_pytorch_model"
 
@@ -293,9 +288,9 @@ def test_two_sets_of_weights_are_refused(sharded: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("diffusion_pytorch_model.bin", "pickle files can run code"),
-        ("model.ckpt", "pickle files can run code"),
-        ("weights.pt", "pickle files can run code"),
+        ("diffusion_pytorch_model.bin", "a pickle file can run code"),
+        ("model.ckpt", "a pickle file can run code"),
+        ("weights.pt", "a pickle file can run code"),
         ("model-Q4_K.gguf", "GGUF weights are already quantised"),
         ("README.md", "holds no weights"),
     ],
