@@ -18,6 +18,7 @@ from quantpolicy.inventory.headers import inventory_from_headers
 from quantpolicy.inventory.model import Inventory, LinearFacts
 from quantpolicy.plan import ComponentPlan, KeptLayer, PlannedLayer, QuantPlan
 from quantpolicy.resolver import resolve_target
+from quantpolicy.rule_checks import GENERIC
 from quantpolicy.rule_schema import ComponentSpec
 from quantpolicy.schemes import ComponentKind
 from quantpolicy.target import Target, TargetComponent
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from quantpolicy.host import Host
     from quantpolicy.request import Request
     from quantpolicy.rules import RuleTable
-
-GENERIC = "generic"
 
 
 def version_mismatches(header: Header) -> Iterator[Mismatch]:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantpolicy.errors import RequestError
+from quantpolicy.rule_checks import GENERIC
 from quantpolicy.schemes import ComponentKind
 
 if TYPE_CHECKING:
     from quantpolicy.rule_schema import FamilySpec
     from quantpolicy.rules import RuleTable
 
-GENERIC = "generic"
 DEFAULTS_FILE = Path(__file__).parent / "data" / "class_defaults.json"
 
 

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from quantpolicy.errors import RequestError
-from quantpolicy.family_match import GENERIC, Clues, FamilyMatch
+from quantpolicy.family_match import Clues, FamilyMatch
 from quantpolicy.inventory.model import Inventory
 from quantpolicy.inventory.shipped import load_inventory
+from quantpolicy.rule_checks import GENERIC
 from quantpolicy.rule_schema import ComponentSpec
 from quantpolicy.schemes import ComponentKind
 from quantpolicy.target import TargetComponent
