@@ -27,6 +27,7 @@ from quantpolicy.schemes import Quality
 UNEQUAL = "not bit-exact to the eager chain for this signature"
 CAPTURING = "not verified before a graph capture"
 GRADIENT = "a gradient is wanted"
+AUTOCAST = "autocast decides the dtypes"
 
 _LOGGER = logging.getLogger(__name__)
 _CALLS: Counter[str] = Counter()
@@ -80,6 +81,8 @@ def define_fusion(
             return op(*args)
         if torch.is_grad_enabled() and wants_gradient(args):
             return declined(name, GRADIENT, reference, args)
+        if torch.is_autocast_enabled("cuda"):
+            return declined(name, AUTOCAST, reference, args)
         return implementation(*args)
 
     return call
@@ -126,12 +129,19 @@ def relaxed(
     reference: Implementation,
     why_not: Callable[..., str],
 ) -> Implementation:
-    """Return the CUDA implementation of a numerically relaxed op; see ``lossless``."""
+    """Return the CUDA implementation of a numerically relaxed op; see ``lossless``.
+
+    The predicate is asked once a signature that it accepts.
+    """
+    accepted: set[Hashable] = set()
 
     def implementation(*args: object) -> object:
-        reason = why_no_triton(name) or why_not(*args)
-        if reason:
-            return declined(name, reason, reference, args)
+        key = signature(args)
+        if key not in accepted:
+            reason = why_no_triton(name) or why_not(*args)
+            if reason:
+                return declined(name, reason, reference, args)
+            accepted.add(key)
         _CALLS[name] += 1
         return kernel(*args)
 

@@ -78,8 +78,8 @@ def _why_not(
     del weight_scale, bias, floor
     if x.dtype not in HALF_DTYPES or (head is not None and head.dtype is not x.dtype):
         return "activations are not all bfloat16 or all float16"
-    if not x.is_contiguous() or (head is not None and not head.is_contiguous()):
-        return "activations are not contiguous"
+    if row_stride(x) is None or (head is not None and row_stride(head) is None):
+        return "rows are not regular, or their channels not contiguous"
     if weight.shape[1] > REGISTER_COLUMNS:
         return f"rows are longer than {REGISTER_COLUMNS}"
     if x.numel() == 0:
@@ -87,6 +87,14 @@ def _why_not(
     if torch.cuda.get_device_capability(x.device) < (8, 9):
         return "the GPU has no e4m3 conversion"
     return ""
+
+
+def row_stride(x: Tensor) -> int | None:
+    """Return the stride from each row of [B, S, K] to the next, None when there is no such one."""
+    if x.dim() != 3 or x.stride(-1) != 1:
+        return None
+    regular = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+    return x.stride(1) if regular else None
 
 
 if HAS_TRITON:
@@ -115,6 +123,8 @@ if HAS_TRITON:
         q_ptr,
         scale_ptr,
         floor,
+        x_stride,
+        head_stride,
         N: tl.constexpr,
         K: tl.constexpr,
         BLOCK_A: tl.constexpr,
@@ -122,8 +132,8 @@ if HAS_TRITON:
         EXACT_DIVISION: tl.constexpr,
     ):
         row = tl.program_id(0).to(tl.int64)
-        x_row = x_ptr + row * (K - N)
-        head_row = head_ptr + row * N
+        x_row = x_ptr + row * x_stride
+        head_row = head_ptr + row * head_stride
         q_row = q_ptr + row * K
         cols_a = tl.arange(0, BLOCK_A)[None, :]
         a = _activated(x_row, head_row, cols_a, N, K)
@@ -155,12 +165,15 @@ def gelu_quantise(x: Tensor, head: Tensor | None, floor: float) -> tuple[Tensor,
             codes,
             scale,
             rounded_floor(floor, x.dtype),
+            x.stride(1),
+            0 if head is None else head.stride(1),
             width,
             columns,
             *split_columns(columns),
             floor < _FAST_DIVISION_FLOOR,
         ),
         num_warps=2 * row_warps(columns),
+        enable_fp_fusion=True,
     )
     return codes, scale
 

@@ -159,6 +159,7 @@ def launch_qk_rms_norm(
         ),
         free=(6,),
         num_warps=4,
+        enable_fp_fusion=True,
     )
     return q_out, k_out
 

@@ -1,4 +1,4 @@
-"""RMSNorm of fp32 rows with fp32 statistics and weight, rounded once to half precision.
+"""RMSNorm of rows with fp32 statistics and weight, rounded once to half precision.
 
     out[b, s, :] = round(x[b, s, :] * rsqrt(mean(x^2) + eps) * weight)
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _NAME = "rms_norm"
+STREAM_DTYPES = (*HALF_DTYPES, torch.float32)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -38,8 +39,8 @@ def _fake(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
 
 def why_not_norm(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str:
     """Return why the kernels cannot norm these rows, "" when they can."""
-    if x.dtype is not torch.float32 or weight.dtype is not torch.float32:
-        return "the residual stream and the norm weight are not both float32"
+    if x.dtype not in STREAM_DTYPES or weight.dtype is not torch.float32:
+        return "the stream is of another dtype, or the norm weight not float32"
     if dtype not in HALF_DTYPES:
         return "the result is not bfloat16 or float16"
     if weight.shape != x.shape[-1:] or not weight.is_contiguous():
@@ -114,6 +115,7 @@ def launch_rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -
         ),
         free=(3,),
         num_warps=row_warps(columns),
+        enable_fp_fusion=True,
     )
     return out
 

@@ -1,4 +1,4 @@
-"""Residual plus scaled update, kept in fp32, and the RMSNorm of the sum, in one launch.
+"""Residual plus scaled update as fp32, and the RMSNorm of the sum, in one launch.
 
     stream[b, s, :] = residual[b, s, :] + update[b, s, :] * scale
     normed[b, s, :] = round(stream * rsqrt(mean(stream^2) + eps) * weight)
@@ -109,7 +109,7 @@ def launch_scale_add_rms_norm(
     residual: Tensor, update: Tensor, scale: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Run the Triton kernel: one program a token and batch row."""
-    stream = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    stream = torch.empty(residual.shape, dtype=torch.float32, device=residual.device)
     normed = torch.empty(update.shape, dtype=update.dtype, device=update.device)
     if stream.numel() == 0:
         return stream, normed

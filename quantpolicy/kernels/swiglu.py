@@ -79,6 +79,7 @@ def launch_swiglu(x: Tensor) -> Tensor:
         ),
         free=(),
         num_warps=4,
+        enable_fp_fusion=True,
     )
     return out
 

@@ -101,6 +101,19 @@ def test_predicate_declines_with_its_reason(keep):
     assert op_counts()[name] == (0, 0, 0, {"not rows": 1})
 
 
+def test_predicate_is_asked_once_a_signature_that_it_accepts():
+    asked: list[torch.Size] = []
+
+    def why_not(x: Tensor) -> str:
+        asked.append(x.shape)
+        return takes_rows(x)
+
+    op = relaxed("asking", double, double, why_not)
+    for shape in ((2, 3), (2, 3), (4, 3), (2, 3, 4), (2, 3, 4)):
+        op(torch.ones(shape))
+    assert asked == [(2, 3), (4, 3), (2, 3, 4), (2, 3, 4)]
+
+
 def test_relaxed_kernel_is_never_compared():
     op = relaxed("relaxed", nearly_double, double, takes_all)
     x = torch.ones(2, 3)

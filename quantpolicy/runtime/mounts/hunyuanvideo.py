@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantpolicy.kernels.gated_residual import gated_residual
 from quantpolicy.kernels.gelu_fp8_linear import gelu_fp8_linear
 from quantpolicy.kernels.layer_norm_modulate import layer_norm_modulate
+from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.kernels.linear_gelu import linear_gelu
 from quantpolicy.kernels.qk_norm_rope_pack import qk_norm_rope_pack
 from quantpolicy.kernels.qk_rms_norm import qk_rms_norm
@@ -243,18 +244,18 @@ class SingleBlock(Rewrite):
 
     def _project(self: Part, normed: Tensor, attended: Tensor) -> Tensor:
         last = self.proj_out
-        if self.quantises:
+        if self.quantises and isinstance(last, FusedLinear):
             return gelu_fp8_linear(
                 self.proj_mlp(normed), attended, last.qdata, last.scale, last.bias, last.floor
             )
         mlp = self._mlp(normed)
-        if self.splits:
+        if self.splits and is_dense(last):
             return split_linear(attended, mlp, last.weight, last.bias)
         projected: Tensor = last(torch.cat([attended, mlp], dim=2))
         return projected
 
     def _mlp(self: Part, normed: Tensor) -> Tensor:
-        if self.activates:
+        if self.activates and is_dense(self.proj_mlp):
             return linear_gelu(normed, self.proj_mlp.weight, self.proj_mlp.bias)
         activated: Tensor = self.act_mlp(self.proj_mlp(normed))
         return activated
@@ -310,7 +311,7 @@ class ActivatedLinear(Rewrite):
 
     def forward(self: Part, hidden_states: Tensor) -> Tensor:
         """Return the activated rows."""
-        if self.activates:
+        if self.activates and is_dense(self.proj):
             return linear_gelu(hidden_states, self.proj.weight, self.proj.bias)
         activated: Tensor = super().forward(hidden_states)  # type: ignore[misc]
         return activated
@@ -327,12 +328,17 @@ class QuantisedFeedForward(Rewrite):
 
     def forward(self: Part, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return the rows after the last Linear."""
-        if not self.quantises:
+        if not (self.quantises and isinstance(self.net[2], FusedLinear)):
             plain: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
             return plain
         last = self.net[2]
         rows = self.net[0].proj(hidden_states)
         return gelu_fp8_linear(rows, None, last.qdata, last.scale, last.bias, last.floor)
+
+
+def is_dense(linear: Part) -> bool:
+    """Return whether a Linear is still a plain one: it can be quantised while this is mounted."""
+    return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter
 
 
 def modulated(norm: Part, x: Tensor, scale: Tensor, shift: Tensor, fused: bool) -> Tensor:

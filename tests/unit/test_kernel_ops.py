@@ -1,0 +1,160 @@
+"""Every fused op through the dispatcher on a CPU: schema, fake kernel and compiled use agree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quantpolicy.kernels.gated_residual import gated_residual, gated_residual_reference
+from quantpolicy.kernels.gelu_fp8_linear import gelu_fp8_linear, gelu_rows
+from quantpolicy.kernels.layer_norm_modulate import layer_norm_modulate
+from quantpolicy.kernels.linear_gelu import linear_gelu
+from quantpolicy.kernels.qk_norm_rope_pack import qk_norm_rope_pack
+from quantpolicy.kernels.qk_rms_norm import qk_rms_norm, why_not_head_norm
+from quantpolicy.kernels.qk_rms_norm_rope import qk_rms_norm_rope, why_not_qk_rms_norm_rope
+from quantpolicy.kernels.rms_norm import rms_norm
+from quantpolicy.kernels.rope_qkv_pack import rope_qkv_pack, why_not_rope_qkv_pack
+from quantpolicy.kernels.scale_add_rms_norm import scale_add_rms_norm
+from quantpolicy.kernels.split_linear import split_linear
+from quantpolicy.kernels.swiglu import swiglu
+
+BF16 = torch.bfloat16
+
+
+def noise(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+def packed(tokens: int = 7, text: int = 3, heads: int = 2, size: int = 64) -> tuple[Tensor, ...]:
+    image, texts = noise(2, tokens, 3, heads, size), noise(2, text, 3, heads, size)
+    return (*image.unbind(2), *texts.unbind(2))
+
+
+def arguments() -> dict[str, tuple[object, ...]]:
+    heads, weights = packed(), [noise(64) for _ in range(4)]
+    cos, sin = torch.randn(7, 64), torch.randn(7, 64)
+    x, update, gates = noise(2, 5, 64), noise(2, 5, 64), noise(2, 6 * 64).chunk(6, dim=1)
+    stream, vector = torch.randn(2, 5, 64), torch.randn(64)
+    tables = (torch.randn(1, 7, 1, 48), torch.randn(1, 7, 1, 48))
+    codes, scale = noise(32, 128).to(torch.float8_e4m3fn), torch.rand(32, 1)
+    return {
+        "rope_qkv_pack": (*heads, cos, sin),
+        "qk_norm_rope_pack": (*heads, *weights, cos, sin, 1e-6),
+        "qk_rms_norm": (*heads[:2], *weights[:2], 1e-6),
+        "gated_residual": (x, update, gates[1]),
+        "layer_norm_modulate": (x[:, 1:], gates[0], gates[1], 1e-6),
+        "rms_norm": (stream, vector, 1e-5, BF16),
+        "scale_add_rms_norm": (stream, update, vector, vector, 1e-5),
+        "qk_rms_norm_rope": (*heads[:2], *tables, 1e-5),
+        "swiglu": (x,),
+        "linear_gelu": (x, noise(128, 64), noise(128)),
+        "split_linear": (x, update, noise(32, 128), noise(32)),
+        "gelu_fp8_linear": (x, update, codes, scale, noise(32), 1e-12),
+    }
+
+
+@pytest.mark.parametrize("name", list(arguments()))
+def test_opcheck(name):
+    # The schema check multiplies the inputs, which fp8 tensors cannot be.
+    tests = ("test_schema", "test_faketensor")[name == "gelu_fp8_linear" :]
+    op = getattr(torch.ops.quantpolicy, name).default
+    torch.library.opcheck(op, arguments()[name], test_utils=tests)
+
+
+def test_single_stream_variants():
+    q, k, *_ = packed()
+    cos, sin = torch.randn(5, 64), torch.randn(5, 64)
+    found = rope_qkv_pack(q, k, None, None, None, None, cos, sin)
+    assert [item.shape for item in found] == [q.shape, k.shape]
+    assert torch.equal(found[0][:, 5:], q[:, 5:])
+    normed = qk_norm_rope_pack(q, k, *[None] * 4, noise(64), noise(64), None, None, cos, sin, 1e-6)
+    assert len(normed) == 2
+
+
+def test_results_share_no_memory_with_inputs():
+    q, k, v, *texts = packed(text=0)
+    cos, sin = torch.randn(0, 64), torch.randn(0, 64)
+    for found, given in zip(
+        rope_qkv_pack(q.contiguous(), k, v.contiguous(), *texts, cos, sin), (q, k, v), strict=True
+    ):
+        assert torch.equal(found, given)
+        assert found.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
+
+
+def test_references_are_the_eager_chains():
+    args = arguments()
+    x, update, gate = args["gated_residual"]
+    assert torch.equal(gated_residual(x, update, gate), x + update * gate.unsqueeze(1))
+    x, scale, shift, eps = args["layer_norm_modulate"]
+    chain = F.layer_norm(x, (64,), eps=eps) * (1 + scale[:, None]) + shift[:, None]
+    assert torch.equal(layer_norm_modulate(x, scale, shift, eps), chain)
+    x, weight, bias = args["linear_gelu"]
+    chain = F.gelu(F.linear(x, weight, bias), approximate="tanh")
+    assert torch.equal(linear_gelu(x, weight, bias), chain)
+    head, x, weight, bias = args["split_linear"]
+    chain = F.linear(torch.cat([head, x], -1), weight, bias)
+    assert torch.equal(split_linear(head, x, weight, bias), chain)
+    (x,) = args["swiglu"]
+    assert torch.equal(swiglu(x), x[..., :32] * F.silu(x[..., 32:]))
+    stream, weight, eps, dtype = args["rms_norm"]
+    assert torch.equal(
+        rms_norm(stream, weight, eps, dtype), F.rms_norm(stream, (64,), weight, eps).to(dtype)
+    )
+    stream, update, scale, weight, eps = args["scale_add_rms_norm"]
+    total, normed = scale_add_rms_norm(stream, update, scale, weight, eps)
+    assert torch.equal(total, stream + update * scale)
+    assert torch.equal(normed, F.rms_norm(total, (64,), weight, eps).to(BF16))
+    x, head, *_ = args["gelu_fp8_linear"]
+    assert gelu_fp8_linear(*args["gelu_fp8_linear"]).shape == (2, 5, 32)
+    assert torch.equal(gelu_rows(x, head)[..., :64], head)
+
+
+def test_head_norms_and_norms_across_heads_are_not_confused():
+    q, k, *_ = packed()
+    across = noise(128)
+    assert why_not_head_norm(q, across) == "the norm weight is not [D] for [B, S, H, D]"
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        qk_rms_norm(q, k, across, across, 1e-6)
+
+
+def test_predicates_say_why():
+    q, k, v, *texts = packed()
+    cos, sin = torch.randn(7, 64), torch.randn(7, 64)
+    assert why_not_rope_qkv_pack(q, k, v, *texts, cos, sin) == ""
+    for args, reason in (
+        ((q.float(), k, v, *texts, cos, sin), "not both bfloat16 or both float16"),
+        ((q, k, v, *texts, cos.half(), sin), "tables are not float32"),
+        ((q, k, v, *texts, cos[:, :32], sin[:, :32]), "tables are not [R, D]"),
+        ((q[:, :5], k[:, :5], v[:, :5], *texts, cos, sin), "more rows than there are tokens"),
+        ((q.transpose(2, 3), k.transpose(2, 3), v, *texts, cos, sin), "not [R, D]"),
+        ((q, k, v.half(), *texts, cos, sin), "differ in"),
+    ):
+        assert reason in why_not_rope_qkv_pack(*args)
+    tables = (torch.randn(1, 7, 1, 48), torch.randn(1, 7, 1, 48))
+    assert why_not_qk_rms_norm_rope(q, k, *tables) == ""
+    wide = noise(2, 7, 2, 96)
+    assert "64" in why_not_qk_rms_norm_rope(wide, wide, *tables)
+    short = (tables[0][..., :32], tables[1][..., :32])
+    assert "48" in why_not_qk_rms_norm_rope(q, k, *short)
+    assert "batch or tokens" in why_not_qk_rms_norm_rope(q[:, 1:], k[:, 1:], *tables)
+
+
+def test_a_gradient_flows_through_the_reference_on_a_cpu():
+    x, update, gate = (item.float() for item in arguments()["gated_residual"])
+    reference = gated_residual_reference(x.requires_grad_(), update, gate)
+    reference.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_compiled_use_is_one_graph():
+    args = arguments()["qk_rms_norm_rope"]
+
+    def rotate(*given: object) -> Tensor:
+        query, key = qk_rms_norm_rope(*given)
+        return query + key
+
+    found = torch.compile(rotate, fullgraph=True, backend="aot_eager")(*args)
+    assert torch.equal(found, rotate(*args))
+    torch._dynamo.reset()
