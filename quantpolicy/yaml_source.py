@@ -1,18 +1,12 @@
 """Read one YAML file into plain values with a line number for every path. No schema here.
 
-Scalars follow the YAML 1.2 core schema, narrowed where two readers could disagree:
-
-- Only ``true`` and ``false`` (``True``, ``TRUE``, ...) are booleans, so ``off``, ``on``, ``no`` and
-  ``yes`` stay text, as values and as keys; ``YamlSource.bare_words`` lists the unquoted ones.
-- Numbers are decimal: ``1e-12`` is a float; ``010``, ``0x1f``, ``1_000``, ``1:20``, ``.nan``,
-  ``.inf``, and integers beyond 2^53 are refused. Dates stay text.
-- Refused: duplicate keys, keys that are not text, tags, aliases, several documents, an empty file.
-- A byte-order mark is accepted; the encoding is UTF-8.
+What an unquoted scalar means is told in ``yaml_scalar``. Refused are duplicate keys, keys that are
+not text, tags, aliases, several documents and an empty file. A byte-order mark is accepted; the
+encoding is UTF-8.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn, TypeAlias
@@ -20,6 +14,7 @@ from typing import NoReturn, TypeAlias
 import yaml
 
 from quantpolicy.errors import RuleTableError
+from quantpolicy.yaml_scalar import Scalar, ScalarError, is_bare_word, read_scalar
 
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 YamlPath: TypeAlias = tuple[str | int, ...]
@@ -30,25 +25,6 @@ _Loader: type[yaml.SafeLoader] | type[yaml.CSafeLoader] = getattr(
 )
 
 MAX_DEPTH = 64
-MAX_EXACT_INT = 2**53 - 1
-
-_CONSTANTS: dict[str, bool | None] = {
-    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
-    **dict.fromkeys(("true", "True", "TRUE"), True),
-    **dict.fromkeys(("false", "False", "FALSE"), False),
-}
-_BARE_WORDS = frozenset({"yes", "no", "on", "off", "y", "n"})
-_NUMBER_START = frozenset("+-.0123456789")
-_INT = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
-_FLOAT = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
-_AMBIGUOUS = re.compile(
-    r"""[-+]?(?:0[0-9][0-9_.]*(?:[eE][-+]?[0-9]+)?  # octal in YAML 1.1
-    |0[xob][0-9a-fA-F_]+                            # hexadecimal, octal, binary
-    |[0-9][0-9_]*_[0-9_.]*(?:[eE][-+]?[0-9]+)?      # digit groups
-    |[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?    # base 60
-    |\.(?:inf|Inf|INF|nan|NaN|NAN))""",
-    re.VERBOSE,
-)
 
 
 class YamlSource:
@@ -117,8 +93,8 @@ def read_yaml(path: str | Path, *, name: str = "") -> YamlSource:
         name: the file as messages name it; the path when "".
 
     Raises:
-        RuleTableError: the file cannot be read, or one of the rules in the module's docstring is
-            broken.
+        RuleTableError: the file cannot be read, or holds what this module or ``yaml_scalar``
+            refuses.
     """
     shown = name or str(path)
     try:
@@ -292,8 +268,8 @@ class _Builder:
         if self._expects_key():
             self._key(text, plain, line)
             return
-        value = self._resolve(text, line) if plain else self._checked_text(text, line)
-        if plain and text.lower() in _BARE_WORDS:
+        value = self._plain(text, line) if plain else self._checked_text(text, line)
+        if plain and is_bare_word(text):
             self.bare_words.append((self.path(), text))
         self._put(value, line, None)
         self.stack[-1].key = None
@@ -301,7 +277,7 @@ class _Builder:
     def _key(self, text: str, plain: bool, line: int) -> None:
         frame = self.stack[-1]
         assert isinstance(frame.marks, dict)
-        if plain and not isinstance(self._resolve(text, line), str):
+        if plain and not isinstance(self._plain(text, line), str):
             self.fail(line, f"key {text!r} is not text", remedy=f'quote it: "{text}"')
         if text in frame.marks:
             self.fail(
@@ -321,31 +297,9 @@ class _Builder:
             self.fail(line, "a lone surrogate, which is no character", remedy="remove the escape")
         return text
 
-    def _resolve(self, text: str, line: int) -> Plain:
+    def _plain(self, text: str, line: int) -> Scalar:
         """Return the value of an unquoted scalar."""
-        if text in _CONSTANTS:
-            return _CONSTANTS[text]
-        if text[0] not in _NUMBER_START:
-            return text
-        if _INT.fullmatch(text):
-            if len(text) > 17 or abs(int(text)) > MAX_EXACT_INT:
-                self.fail(
-                    line,
-                    f"integer {text[:40]}",
-                    allowed=f"at most {MAX_EXACT_INT}, which every JSON reader keeps exact",
-                    remedy="write a smaller number, or quote it to make it text",
-                )
-            return int(text)
-        if _FLOAT.fullmatch(text):
-            value = float(text)
-            if value - value != 0.0:
-                self.fail(line, f"number {text[:40]} is infinite", remedy="write a finite number")
-            return value
-        if _AMBIGUOUS.fullmatch(text):
-            self.fail(
-                line,
-                f"{text[:40]!r} is a number to some YAML readers and text to others",
-                allowed="finite decimal numbers without leading zeros",
-                remedy="write it in decimal, or quote it to make it text",
-            )
-        return text
+        try:
+            return read_scalar(text)
+        except ScalarError as error:
+            self.fail(line, error.found, allowed=error.allowed, remedy=error.remedy)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from quantpolicy import yaml_source
 from quantpolicy.errors import RuleTableError
-from quantpolicy.yaml_source import MAX_EXACT_INT, Plain, parse_yaml, read_yaml
+from quantpolicy.yaml_scalar import MAX_EXACT_INT
+from quantpolicy.yaml_source import Plain, parse_yaml, read_yaml
 
 LOADERS = [yaml.SafeLoader, getattr(yaml, "CSafeLoader", yaml.SafeLoader)]
 
