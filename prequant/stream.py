@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import torch
 
@@ -28,6 +28,8 @@ from quantpolicy.plan import SchemeSettings
 
 POOL_BYTES = 128 << 20
 FLUSH_BYTES = 64 << 20
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,32 +125,22 @@ class _Stream:
             if not finished:
                 self._stop.set()
 
-    def _put(self, target: queue.Queue[Piece] | queue.Queue[Result], item: object) -> None:
+    def _put(self, target: queue.Queue[_Item], item: _Item) -> None:
         while not self._stop.is_set():
             try:
-                target.put(item, timeout=WAIT_S)  # type: ignore[arg-type]
+                target.put(item, timeout=WAIT_S)
             except queue.Full:
                 continue
             return
         raise StoppedError
 
-    def _next_piece(self) -> Piece:
+    def _take(self, source: queue.Queue[_Item]) -> _Item:
         while not self._stop.is_set():
             try:
-                return self._pieces.get(timeout=WAIT_S)
+                return source.get(timeout=WAIT_S)
             except queue.Empty:
                 continue
         raise StoppedError
-
-    def _next_result(self) -> Result:
-        while not self._stop.is_set():
-            try:
-                return self._ready.get(timeout=WAIT_S)
-            except queue.Empty:
-                continue
-        raise StoppedError
-
-    # reading
 
     def _read_all(self) -> None:
         for shard in self._shards:
@@ -205,21 +197,17 @@ class _Stream:
             left -= nbytes
             self._put(self._pieces, Piece(job, buffer, nbytes, not left))
 
-    # working
-
     def _work(self) -> None:
         turner = Turner(self._settings, self._sources, self._results)
         for shard in self._shards:
             for _ in shard.jobs:
                 last = False
                 while not last:
-                    piece = self._next_piece()
+                    piece = self._take(self._pieces)
                     last = piece.last
                     if piece.nbytes:
                         for result in turner.turn(piece):
                             self._put(self._ready, result)
-
-    # writing
 
     def _write(self, shard: ShardLayout, flusher: ThreadPoolExecutor) -> tuple[str, int, str]:
         path = self._folder / shard.file_name
@@ -230,7 +218,7 @@ class _Stream:
             with path.open("wb", buffering=0) as file:
                 _write_all(file, memoryview(shard.prefix))
                 while written < shard.file_bytes:
-                    result = self._next_result()
+                    result = self._take(self._ready)
                     _write_all(file, result.view)
                     digest.update(result.view)
                     written += result.view.nbytes
