@@ -59,18 +59,6 @@ def named_linears(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield module_name(module, name), part
 
 
-def name_map(module: nn.Module) -> dict[str, str]:
-    """Return the module's own name of every Linear by its normalised name.
-
-    The own name leads to the Linear itself through ``module.get_submodule``.
-    """
-    return {
-        module_name(module, name): name
-        for name, part in module.named_modules()
-        if isinstance(part, nn.Linear) and not is_adapter(name) and not is_output_head(name)
-    }
-
-
 def module_name(root: nn.Module, name: str) -> str:
     """Return the normalised name of a submodule, without the wrappers around the root."""
     prefix = ".".join(_wrapper_path(root))
