@@ -15,6 +15,7 @@ from quantpolicy.cli_options import (
     JsonOption,
     RequestOptions,
     RulesOption,
+    new_app,
     with_request_options,
 )
 from quantpolicy.console import print_json, print_table, print_text, run_app
@@ -23,14 +24,7 @@ from quantpolicy.errors import RequestError
 if TYPE_CHECKING:
     from prequant.report import BakeReport, ValidateReport
 
-app = typer.Typer(
-    name="prequant",
-    help="Bake, validate and inspect pre-quantised checkpoints.",
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+app = new_app("prequant", "Bake, validate and inspect pre-quantised checkpoints.")
 
 BakedArgument = Annotated[
     Path, typer.Argument(metavar="OUT", help="Folder that bake wrote.", show_default=False)

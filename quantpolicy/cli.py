@@ -14,18 +14,12 @@ from quantpolicy.cli_options import (
     ModelArgument,
     RequestOptions,
     RulesOption,
+    new_app,
     with_request_options,
 )
 from quantpolicy.console import print_json, print_text, run_app
 
-app = typer.Typer(
-    name="quantpolicy",
-    help="One quantisation plan per diffusion model and machine.",
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+app = new_app("quantpolicy", "One quantisation plan per diffusion model and machine.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

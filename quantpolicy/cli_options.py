@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from quantpolicy.rules import RuleTable
 
 BYTES_PER_GIB = 2**30
-PANEL = "Request"
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON to stdout.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -40,6 +39,18 @@ ModelArgument = Annotated[
         show_default=False,
     ),
 ]
+
+
+def new_app(name: str, summary: str) -> typer.Typer:
+    """Return an empty command line, set up as both are."""
+    return typer.Typer(
+        name=name,
+        help=summary,
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
 
 
 @dataclass(frozen=True, slots=True)

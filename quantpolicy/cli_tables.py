@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from quantpolicy.console import markdown_table, print_json, print_table, print_text
 from quantpolicy.errors import RequestError
-from quantpolicy.rule_schema import Effect, Fact, FamilySpec, Rule
+from quantpolicy.layers import is_met_by_floor
+from quantpolicy.rule_schema import Effect, FamilySpec
 from quantpolicy.schemes import ComponentKind, Scheme
 
 if TYPE_CHECKING:
@@ -24,13 +25,9 @@ def denials(rules: RuleTable, family: str) -> dict[Scheme, str]:
     for rule in rules.rules_for(family):
         if rule.effect is Effect.DENY and rule.component is ComponentKind.DENOISER:
             for scheme in rule.schemes:
-                if not _is_lifted(rule, scheme, rules):
+                if not is_met_by_floor(rule, rules.schemes[scheme]):
                     denied.setdefault(scheme, rule.id)
     return denied
-
-
-def _is_lifted(rule: Rule, scheme: Scheme, rules: RuleTable) -> bool:
-    return Fact.ACTIVATION_FLOOR in rule.unless and rules.schemes[scheme].activation_floor > 0
 
 
 def family_facts(rules: RuleTable, family: str) -> dict[str, object]:
@@ -125,7 +122,8 @@ def probe_model(model: str, rules: RuleTable) -> dict[str, Inventory]:
             remedy="add them to the family through --rules",
         )
     try:
-        from quantpolicy.measure.probe import denoiser_of, probe_inventory
+        from quantpolicy.measure.probe import probe_inventory
+        from quantpolicy.measure.tiny import denoiser_of
     except ImportError as error:
         raise RequestError(
             "probe", f"needs torch and diffusers: {error}", remedy="install quantpolicy[runtime]"

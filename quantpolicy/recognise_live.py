@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -71,14 +72,7 @@ def _from_pipeline(pipeline: object, parts: Mapping[str, object], rules: RuleTab
     index = PipelineIndex(where, classes, dict(settings), repo_of(settings))
     clues = pipeline_clues(index, where)
     config = _config(modules[clues.denoisers[0]])
-    clues = Clues(
-        where,
-        clues.class_name,
-        config,
-        clues.pipeline,
-        clues.repo or repo_of(config),
-        clues.denoisers,
-    )
+    clues = replace(clues, config=config, repo=clues.repo or repo_of(config))
     match = find_family(clues, rules)
     components = {
         name: _component(module, name, match, rules)

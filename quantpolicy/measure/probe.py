@@ -18,9 +18,8 @@ from quantpolicy.inventory.live import build_on_meta
 from quantpolicy.inventory.model import Inventory
 from quantpolicy.match import block_pattern, first_matching_token
 from quantpolicy.measure.inputs import filled_inputs, meta_inputs
-from quantpolicy.measure.tiny import build_component, cast_parameters
-from quantpolicy.rule_schema import ComponentSpec, FamilySpec, TinySpec
-from quantpolicy.schemes import ComponentKind
+from quantpolicy.measure.tiny import build_component, cast_parameters, denoiser_of
+from quantpolicy.rule_schema import FamilySpec, TinySpec
 
 TINY_SEED = 0
 
@@ -56,11 +55,6 @@ class MaskAnswers(TorchFunctionMode):
 
 def _is_mask(index: object) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype is torch.bool
-
-
-def denoiser_of(spec: FamilySpec) -> ComponentSpec:
-    """Return the first denoiser of a family."""
-    return next(part for part in spec.components.values() if part.kind is ComponentKind.DENOISER)
 
 
 def probe_rows(spec: FamilySpec) -> dict[str, int]:

@@ -37,11 +37,8 @@ def build_tiny(
     rules = rules or load_rules()
     spec = family_spec(family, rules)
     tiny = tiny_spec(spec.tiny, rules)
-    denoiser = next(
-        part for part in spec.components.values() if part.kind is ComponentKind.DENOISER
-    )
     inputs = filled_inputs(tiny.inputs, seed)
-    return build_component(denoiser, tiny, seed), {**inputs, "return_dict": False}
+    return build_component(denoiser_of(spec), tiny, seed), {**inputs, "return_dict": False}
 
 
 def build_tiny_part(
@@ -101,6 +98,11 @@ def family_spec(family: str, rules: RuleTable) -> FamilySpec:
     if family not in rules.families:
         raise RequestError(family, "has no model of its own", remedy="name a family of the table")
     return rules.families[family]
+
+
+def denoiser_of(spec: FamilySpec) -> ComponentSpec:
+    """Return the first denoiser of a family."""
+    return next(part for part in spec.components.values() if part.kind is ComponentKind.DENOISER)
 
 
 def tiny_spec(name: str, rules: RuleTable) -> TinySpec:

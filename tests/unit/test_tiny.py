@@ -7,8 +7,12 @@ from safetensors import safe_open
 from quantpolicy.errors import RequestError
 from quantpolicy.match import first_matching_token
 from quantpolicy.measure.inputs import filled_inputs
-from quantpolicy.measure.probe import denoiser_of
-from quantpolicy.measure.tiny import build_tiny, build_tiny_part, build_tiny_pipeline_folder
+from quantpolicy.measure.tiny import (
+    build_tiny,
+    build_tiny_part,
+    build_tiny_pipeline_folder,
+    denoiser_of,
+)
 from quantpolicy.rules import load_rules
 
 RULES = load_rules()
