@@ -37,6 +37,7 @@ from quantpolicy.schemes import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from torch import nn
 
@@ -61,6 +62,20 @@ SETTINGS = {
 def settings() -> dict[Scheme, SchemeSettings]:
     """The settings of each scheme, as the shipped table has them."""
     return SETTINGS
+
+
+@pytest.fixture(scope="session")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that writes the tiny pipeline folder of a family, once."""
+    from quantpolicy.measure.tiny import build_tiny_pipeline_folder
+
+    root = tmp_path_factory.mktemp("pipelines")
+
+    def folder_of(family: str) -> Path:
+        folder = root / family
+        return folder if folder.exists() else build_tiny_pipeline_folder(folder, family)
+
+    return folder_of
 
 
 @pytest.fixture

@@ -361,20 +361,6 @@ def test_is_linear_name(name: str, expected: bool) -> None:
     assert is_linear_name(name, has_bias=True) is not head
 
 
-@pytest.fixture(scope="module")
-def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that writes the tiny pipeline folder of a family, once."""
-    from quantpolicy.measure.tiny import build_tiny_pipeline_folder
-
-    root = tmp_path_factory.mktemp("pipelines")
-
-    def folder_of(family: str) -> Path:
-        folder = root / family
-        return folder if folder.exists() else build_tiny_pipeline_folder(folder, family)
-
-    return folder_of
-
-
 FAMILIES = [
     "wan2.1-i2v-14b",
     "hunyuanvideo",

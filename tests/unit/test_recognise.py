@@ -26,20 +26,6 @@ def rules() -> RuleTable:
     return load_rules()
 
 
-@pytest.fixture(scope="module")
-def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that writes the tiny pipeline folder of a family, once."""
-    from quantpolicy.measure.tiny import build_tiny_pipeline_folder
-
-    root = tmp_path_factory.mktemp("pipelines")
-
-    def folder_of(family: str) -> Path:
-        folder = root / family
-        return folder if folder.exists() else build_tiny_pipeline_folder(folder, family)
-
-    return folder_of
-
-
 @pytest.fixture
 def copy_of(pipelines: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
     """Return a function that gives a pipeline folder to damage."""
@@ -89,30 +75,7 @@ FOLDER_FAMILY = {
 }
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "wan2.1-t2v-1.3b",
-        "wan2.1-t2v-14b",
-        "wan2.1-i2v-14b",
-        "wan2.2-ti2v-5b",
-        "wan2.2-t2v-a14b",
-        "wan2.2-i2v-a14b",
-        "hunyuanvideo",
-        "hunyuanvideo-1.5",
-        "hunyuanvideo-1.5-720p",
-        "ltx-2",
-        "ltx-2.3",
-        "qwen-image",
-        "qwen-image-edit",
-        "flux.1",
-        "flux.2-dev",
-        "flux.2-klein-4b",
-        "flux.2-klein-9b",
-        "z-image",
-        "minimax-h3",
-    ],
-)
+@pytest.mark.parametrize("family", load_rules().families)
 def test_every_family_by_pipeline_folder(
     family: str, rules: RuleTable, pipelines: Callable[[str], Path]
 ) -> None:
