@@ -14,6 +14,7 @@ from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.kernels.registry import DISABLE_VARIABLE, is_disabled
 from quantpolicy.measure.tiny import build_tiny
 from quantpolicy.plan import PlannedKernel
+from quantpolicy.runtime.joined import join_linears
 from quantpolicy.runtime.mount import CONTRACTS, mount, mount_planned, mounted_ops, unmount
 from quantpolicy.runtime.mounts import site
 from quantpolicy.runtime.weights import quantise_weight
@@ -81,7 +82,7 @@ def test_mounted_forward_calls_the_ops(monkeypatch):
     for op in EXACT[1:]:
         path = f"quantpolicy.runtime.mounts.hunyuanvideo.{op}"
         if op == "qk_rms_norm":
-            path = "quantpolicy.runtime.mounts.hunyuanvideo.qk_norm_rope_pack"
+            path = "quantpolicy.runtime.mounts.hunyuanvideo_attention.qk_norm_rope_pack"
         module, _, name = path.rpartition(".")
         original = getattr(__import__(module, fromlist=[name]), name)
 
@@ -222,6 +223,20 @@ def test_quantised_linears_decline_the_dense_epilogues_and_take_the_fp8_one(sett
     assert torch.equal(output(model, inputs), before)
     unmount(model)
     assert torch.equal(output(model, inputs), before)
+
+
+def test_joined_projections_stay_joined(settings):
+    model, inputs = build_tiny("hunyuanvideo")
+    for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+        parts = [block.attn.to_q, block.attn.to_k, block.attn.to_v]
+        for linear in parts:
+            fuse(linear, settings)
+        join_linears(parts)
+    before = output(model, inputs)
+    assert mount(model, EXACT).declined == {}
+    assert torch.equal(output(model, inputs), before)
+    # Every part took its share of the leader's product.
+    assert model.transformer_blocks[0].attn.to_q.waiting is None
 
 
 def fuse(linear: nn.Linear, settings) -> None:

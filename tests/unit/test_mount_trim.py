@@ -71,7 +71,7 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     for version in ("hunyuan_video", "hunyuan_video15"):
         module = f"diffusers.models.transformers.transformer_{version}"
         _record(monkeypatch, f"{module}.dispatch_attention_fn", calls)
-    path = "quantpolicy.runtime.mounts.hunyuanvideo.dispatch_attention_fn"
+    path = "quantpolicy.runtime.mounts.hunyuanvideo_attention.dispatch_attention_fn"
     _record(monkeypatch, path, calls)
     return calls
 

@@ -19,11 +19,11 @@ from quantpolicy.runtime.mounts.hunyuanvideo import (
     ActivatedLinear,
     ContinuousNorm,
     DualBlock,
-    JointAttention,
     ModulatingNorm,
     QuantisedFeedForward,
     SingleBlock,
 )
+from quantpolicy.runtime.mounts.hunyuanvideo_attention import JointAttention
 from quantpolicy.runtime.mounts.site import (
     Part,
     Rewrite,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from quantpolicy.errors import KernelMountError
 
@@ -118,8 +118,6 @@ def why_not_bypassed(module: Part) -> str:
 class Conflicts:
     """Which op takes which slot of which object, before anything is changed."""
 
-    none: ClassVar[str] = ""
-
     def __init__(self) -> None:
         self._owners: dict[tuple[int, str], str] = {}
 
@@ -134,7 +132,7 @@ class Conflicts:
                 return f"{site.name}: {owner} has this part of the forward"
         for site in sites.found:
             self._owners[id(site.target), site.slot] = op
-        return self.none
+        return ""
 
 
 def check_slot(site: Site) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quantpolicy.kernels.contract import count_call, is_capturing
 from quantpolicy.kernels.registry import decline
-from quantpolicy.runtime.mounts.hunyuanvideo import JointAttention
+from quantpolicy.runtime.mounts.hunyuanvideo_attention import JointAttention
 from quantpolicy.runtime.mounts.hunyuanvideo_sites import PROCESSORS, blocks_of
 from quantpolicy.runtime.mounts.site import Part, Rewrite, Site, Sites, former_class, why_not_plain
 
