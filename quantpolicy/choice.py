@@ -22,7 +22,6 @@ from quantpolicy.decisions import (
     over_budget,
     write_outcomes,
 )
-from quantpolicy.host import HostClass
 from quantpolicy.plan import MemoryPlan
 from quantpolicy.rule_schema import Effect
 from quantpolicy.schemes import Cause, ComponentKind, Confidence, Scheme, SchemeChoice, Tier
@@ -156,10 +155,7 @@ def _demotions(case: Case, contenders: list[Contender], sound: list[Contender]) 
 
 
 def _memory_lever(case: Case, first: Contender, scheme: Scheme) -> Reason | None:
-    """Return why a scheme only saves memory here: a rule denies the host's first pick, fp8."""
-    ladder = case.rules.ladder_for(case.host)
-    if case.host.host_class is not HostClass.DATA_CENTER or ladder[:1] != (Scheme.FP8,):
-        return None
+    """Return why a scheme only saves memory here: a rule denies the host's first pick."""
     if first.refusal is None or not first.refusal.rule:
         return None
     for rule in case.rules_of(first.parts[0].component):
