@@ -21,7 +21,7 @@ from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_am
 from torchao.quantization import Float8Tensor
 
 from quantpolicy.plan import SchemeSettings
-from quantpolicy.runtime.weights import quantise_weight, scheme_of
+from quantpolicy.runtime.weights import WEIGHT_FLOOR, quantise_weight, scheme_of
 from quantpolicy.schemes import Scheme
 
 
@@ -101,8 +101,9 @@ def is_emulated_on_cpu(scheme: Scheme) -> bool:
     if scheme is not Scheme.FP8:
         return scheme in (Scheme.MXFP8, Scheme.NVFP4)
     ones = torch.ones(32, 32, dtype=torch.bfloat16)
+    settings = SchemeSettings(weight_dtype="float8_e4m3fn", activation_floor=WEIGHT_FLOOR)
     try:
-        F.linear(ones, quantise_weight(ones, scheme, SchemeSettings(activation_floor=1e-12)))
+        F.linear(ones, quantise_weight(ones, scheme, settings))
     except RuntimeError:
         return True
     return False

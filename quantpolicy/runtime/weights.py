@@ -230,7 +230,7 @@ _QUANTISERS: dict[Scheme, Callable[[torch.Tensor, SchemeSettings], torch.Tensor]
 
 
 def _fp8_dtype(settings: SchemeSettings) -> torch.dtype:
-    dtype = getattr(torch, settings.weight_dtype or "float8_e4m3fn")
+    dtype = getattr(torch, settings.weight_dtype)
     assert isinstance(dtype, torch.dtype), settings.weight_dtype
     return dtype
 
