@@ -39,7 +39,8 @@ def family_table() -> str:
 def plan_example() -> str:
     """Return a resolved plan as the command line shows it."""
     plan = resolve("wan2.2-ti2v-5b", host=Host.load("h200"), request=Request())
-    return f"```console\n$ quantpolicy resolve wan2.2-ti2v-5b --host h200\n{plan.explain().strip()}\n```"
+    command = "$ quantpolicy resolve wan2.2-ti2v-5b --host h200"
+    return f"```console\n{command}\n{plan.explain().strip()}\n```"
 
 
 def denial_example() -> str:
@@ -99,7 +100,8 @@ def render_matrix() -> str:
     for column, name in enumerate(hosts):
         x = LEFT + CELL_WIDTH * column + CELL_WIDTH // 2
         parts.append(
-            f'<text x="{x}" y="{TOP - 10}" text-anchor="middle" fill="#1d1d1f">{escape(name)}</text>'
+            f'<text x="{x}" y="{TOP - 10}" text-anchor="middle" fill="#1d1d1f">'
+            f"{escape(name)}</text>"
         )
     for row, family in enumerate(families):
         y = TOP + CELL_HEIGHT * row
