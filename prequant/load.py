@@ -22,10 +22,12 @@ from quantpolicy.inventory.weight_files import CONFIG_FILE, read_json_file
 from quantpolicy.plan import ComponentPlan, QuantPlan
 from quantpolicy.record import Record, sha256_of
 from quantpolicy.resolver import resolve
-from quantpolicy.runtime.apply import apply_plan
+from quantpolicy.runtime.apply import apply_plan, switch_execution
 from quantpolicy.runtime.count import count_component, count_mismatches
+from quantpolicy.runtime.execution import refuse_saving
 from quantpolicy.runtime.report import ComponentReport
 from quantpolicy.runtime.smoke import smoke_test
+from quantpolicy.schemes import Execution
 
 if TYPE_CHECKING:
     from quantpolicy.host import Host
@@ -81,7 +83,8 @@ def load(
     Args:
         folder: a baked component, or a pipeline that holds one.
         host: what the weights must suit; the host they were baked for when None.
-        request: what the weights must answer; the request they were baked for when None.
+        request: what the weights must answer, and how they are run; the request they were baked for
+            when None.
         on_stale: ``raise``, or ``requantise``: quantise the dense ``source`` by today's rules.
         source: the dense component, for ``requantise``.
         device: where the model goes.
@@ -109,10 +112,12 @@ def load(
     assert findings.expected is not None
     header, plan = findings.header, findings.expected
     part = plan.components[header.component]
-    _check_gemms(part, target)
+    _check_gemms(part, target, plan.execution)
     dtype = getattr(torch, part.dtype)
     model = build_skeleton(header.class_name, findings.files.config, dtype)
     fill_skeleton(model, findings.files, part, target)
+    refuse_saving(header.component, model)
+    switch_execution(model, plan, component=header.component)
     return Loaded(model, _report(model, findings, plan, used="baked", source=path, stale=()))
 
 
@@ -148,12 +153,12 @@ def _component_folder(folder: Path, component: str | None) -> Path:
     return baked[component]
 
 
-def _check_gemms(part: ComponentPlan, device: torch.device) -> None:
+def _check_gemms(part: ComponentPlan, device: torch.device, execution: Execution) -> None:
     """Refuse a device that cannot run what is about to be loaded."""
     signatures = {(layer.scheme, getattr(torch, layer.dtype)) for layer in part.layers}
     faults = []
     for scheme, dtype in sorted(signatures, key=str):
-        failure = smoke_test(scheme, part.settings, device, dtype)
+        failure = smoke_test(scheme, part.settings, device, dtype, execution)
         if failure:
             faults.append(Mismatch("gemm_fails", scheme, f"a GEMM on {device}", failure))
     if faults:

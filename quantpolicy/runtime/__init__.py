@@ -1,6 +1,6 @@
 """Plans on live models: apply, count, undo. Imports torch and torchao."""
 
-from quantpolicy.runtime.apply import apply_plan
+from quantpolicy.runtime.apply import apply_plan, switch_execution
 from quantpolicy.runtime.execution import unmount
 from quantpolicy.runtime.mount import UnmountReport
 from quantpolicy.runtime.report import ApplyReport, ComponentReport, SchemeCount, SkippedLayers
@@ -14,6 +14,7 @@ __all__ = [
     "UnmountReport",
     "apply_plan",
     "quantise_weight",
+    "switch_execution",
     "tensor_parts",
     "torchao_config",
     "unmount",

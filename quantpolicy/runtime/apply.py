@@ -10,9 +10,14 @@ from torch import nn
 from quantpolicy.errors import Mismatch, PlanMismatchError
 from quantpolicy.host import Backend
 from quantpolicy.plan import CompilePlan, ComponentPlan, Decision, PlannedLayer, QuantPlan
-from quantpolicy.runtime.check import component_mismatches, refuse_quantised
+from quantpolicy.runtime.check import (
+    component_mismatches,
+    refuse_quantised,
+    stored_mismatches,
+)
 from quantpolicy.runtime.count import count_component, count_mismatches
 from quantpolicy.runtime.execution import (
+    allow_saving,
     check_execution,
     execution_mismatches,
     refuse_saving,
@@ -20,7 +25,7 @@ from quantpolicy.runtime.execution import (
 )
 from quantpolicy.runtime.linear import guard_linear, release_linear
 from quantpolicy.runtime.locate import linear_modules, linears_by_weight, select_components
-from quantpolicy.runtime.mount import check_mounts
+from quantpolicy.runtime.mount import CONTRACTS, check_mounts, mount_planned
 from quantpolicy.runtime.report import ApplyReport
 from quantpolicy.runtime.smoke import smoke_test
 from quantpolicy.runtime.weights import GEMM_SCHEMES, quantise_weight
@@ -67,7 +72,7 @@ def apply_plan(
             that carry a LoRA adapter.
         RequestError: the component is unknown or ambiguous.
     """
-    check_mounts(plan)
+    check_mounts(plan, CONTRACTS)
     roots, mismatches = select_components(model, plan, component)
     for name, root in roots.items():
         refuse_quantised(name, root)
@@ -83,11 +88,46 @@ def apply_plan(
         for name, root in roots.items():
             _quantise_component(root, parts[name], undo)
             if parts[name].layers:
-                refuse_saving(name, root, undo)
+                undo.callback(allow_saving, root)
+                refuse_saving(name, root)
             switch_component(name, root, parts[name], plan, undo)
-        report = _report(plan, roots, parts, decisions, compiling)
+        mounted, declined = mount_planned(roots, plan.kernels, undo)
+        report = _report(plan, roots, parts, decisions, compiling).model_copy(
+            update={"mounted": mounted, "declined": declined}
+        )
         for root in compiling.values():
             _compile_blocks(root, plan.compile, undo)
+        undo.pop_all()
+    return report
+
+
+def switch_execution(
+    model: object, plan: QuantPlan, *, component: str | None = None
+) -> ApplyReport:
+    """Run a model that holds the plan's quantised weights already in the plan's execution.
+
+    For checkpoints loaded by other means: ``apply_plan`` and ``prequant.load`` do it themselves.
+    All or nothing, and taken back by ``unmount``. Nothing is mounted or compiled.
+
+    Args:
+        model, component: as for ``apply_plan``.
+
+    Raises:
+        PlanMismatchError: a listed Linear is missing, is not stored in the plan's scheme, or runs
+            in fused ops already.
+        KernelMountError: a weight is quantised in a way that fused ops do not multiply, an offload
+            hook or a LoRA adapter is in the way.
+        RequestError: the component is unknown or ambiguous.
+    """
+    roots, mismatches = select_components(model, plan, component)
+    for name, root in roots.items():
+        mismatches += stored_mismatches(name, root, plan.components[name])
+    _raise_any(plan, mismatches, "load the checkpoint that this plan describes")
+    check_execution(roots, plan)
+    with ExitStack() as undo:
+        for name, root in roots.items():
+            switch_component(name, root, plan.components[name], plan, undo)
+        report = _report(plan, roots, {name: plan.components[name] for name in roots}, [], {})
         undo.pop_all()
     return report
 

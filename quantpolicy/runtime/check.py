@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from quantpolicy.errors import Mismatch, PlanMismatchError
+from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.plan import ComponentPlan, KeptLayer, PlannedLayer
 from quantpolicy.runtime.locate import linear_modules, linears_by_weight
 from quantpolicy.runtime.weights import scheme_of
@@ -59,6 +60,21 @@ def component_mismatches(name: str, root: nn.Module, plan: ComponentPlan) -> lis
         Mismatch(item.code, f"{name}.{item.subject}", item.expected, item.found)
         for item in mismatches
     ]
+
+
+def stored_mismatches(name: str, root: nn.Module, plan: ComponentPlan) -> list[Mismatch]:
+    """Return where a quantised component does not hold what its plan lists; changes nothing."""
+    linears, mismatches = linear_modules(root)
+    for layer in plan.layers:
+        module = linears.get(layer.name)
+        stored = "nothing" if module is None else _stored_as(module)
+        if isinstance(module, FusedLinear):
+            stored += " in fused ops"
+        if stored != layer.scheme.value:
+            mismatches.append(
+                Mismatch("layer_scheme", f"{name}.{layer.name}", layer.scheme.value, stored)
+            )
+    return mismatches
 
 
 def _layer_mismatches(module: nn.Linear, layer: PlannedLayer | KeptLayer) -> Iterator[Mismatch]:

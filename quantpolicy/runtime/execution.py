@@ -133,11 +133,15 @@ class SavingRefused:
         )
 
 
-def refuse_saving(name: str, root: nn.Module, undo: ExitStack) -> None:
-    """Make ``save_pretrained`` refuse, unless a quantiser of the model's library knows how."""
-    if hasattr(root, _SAVE) and getattr(root, "hf_quantizer", None) is None:
+def refuse_saving(name: str, root: nn.Module) -> None:
+    """Make ``save_pretrained`` refuse; the attribute shadows the method of the class."""
+    if hasattr(root, _SAVE):
         setattr(root, _SAVE, SavingRefused(name))
-        undo.callback(delattr, root, _SAVE)
+
+
+def allow_saving(root: nn.Module) -> None:
+    """Undo ``refuse_saving``."""
+    vars(root).pop(_SAVE, None)
 
 
 def _check_hooks(name: str, module: nn.Linear) -> None:
