@@ -1,4 +1,4 @@
-"""Fused execution and joined projections on a CUDA device: whole tiny models, one released shape."""
+"""Fused execution and joined projections on a CUDA device: tiny models, and one released shape."""
 
 from __future__ import annotations
 
