@@ -5,7 +5,7 @@ Nothing is chosen here; ``choice`` compares the candidates.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quantpolicy.cost import WeightBytes, component_bytes, predict_ms
 from quantpolicy.host import Backend, Host
@@ -91,6 +91,11 @@ class Case:
         kind = self.target.components[name].kind
         rules = self.rules.rules_for(self.target.family)
         return tuple(rule for rule in rules if rule.component is kind)
+
+    def lifting(self, rule_id: str) -> Case:
+        """Return the case of a request that also lifts the rule."""
+        request = self.request.model_copy(update={"lift": (*self.request.lift, rule_id)})
+        return replace(self, request=request)
 
     def confidence(self, name: str, scheme: Scheme) -> Confidence:
         """Return whether there is evidence for the scheme; dense needs none."""

@@ -118,14 +118,11 @@ def denial(
             remedy=f"give one of these as the model, or leave {flag} out",
         )
     names = [part.component for part in chosen.parts]
-    runs = [
-        scheme
-        for scheme in OFFERED[component.kind]
-        if all(assess(case, name, scheme).refusal is None for name in names)
-    ]
+    runs = [scheme for scheme in OFFERED[component.kind] if _is_sound(case, names, scheme)]
     lift = stands = ""
     if refusal.rule:
-        lift = f", or lift the rule with --lift {refusal.rule}"
+        if _is_sound(case.lifting(refusal.rule), names, chosen.scheme):
+            lift = f", or lift the rule with --lift {refusal.rule}"
         stands = f", which stands at {case.rules.origin(refusal.rule)}"
     elif refusal.flag:
         lift = f", or ask for {refusal.flag}"
@@ -141,6 +138,10 @@ def denial(
         rule=refusal.rule,
         evidence=refusal.evidence,
     )
+
+
+def _is_sound(case: Case, names: Sequence[str], scheme: Scheme) -> bool:
+    return all(assess(case, name, scheme).refusal is None for name in names)
 
 
 def over_budget(memory: MemoryPlan) -> Reason:

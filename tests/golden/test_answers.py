@@ -239,3 +239,15 @@ def test_every_linear_is_either_planned_or_kept(
         inventory = load_inventory(load_rules().families[family].components[name].inventory)
         assert sorted(names) == sorted(linear.name for linear in inventory.linears)
         assert bool(component.layers) == (component.scheme is not Scheme.DENSE)
+
+
+def test_a_refusal_offers_no_lift_that_the_host_would_refuse_again() -> None:
+    with pytest.raises(DeniedError) as caught:
+        plan_for("wan2.2-ti2v-5b", "h200", transformer="mxfp8")
+    assert caught.value.rule == "wan.deny.mxfp8"
+    assert caught.value.remedy == "give --transformer one of these"
+    with pytest.raises(DeniedError) as caught:
+        plan_for("wan2.2-ti2v-5b", "b200", transformer="mxfp8")
+    assert caught.value.remedy == (
+        "give --transformer one of these, or lift the rule with --lift wan.deny.mxfp8"
+    )
