@@ -15,6 +15,7 @@ from prequant.forms import TENSOR_CLASSES, part_forms
 from prequant.header import FORMAT, HEADER_FILE, Header, SourceIdentity
 from quantpolicy.errors import Mismatch, RequestError
 from quantpolicy.inventory.weight_files import CONFIG_FILE, PICKLE_SUFFIXES, find_weights
+from quantpolicy.match import natural_key
 from quantpolicy.plan import ComponentPlan, QuantPlan
 from quantpolicy.record import sha256_of
 
@@ -147,7 +148,7 @@ def weight_faults(files: BakedFiles, part: ComponentPlan) -> Iterator[Mismatch]:
             yield Mismatch("layer_missing", name, f"stored as {layer.scheme}", found)
         else:
             yield from _stored_faults(weight, layer.scheme, layer.shape, part)
-    for name in files.weights.keys() - planned.keys():
+    for name in sorted(files.weights.keys() - planned.keys(), key=natural_key):
         yield Mismatch("layer_extra", name, "a dense weight", "a quantised one")
     for kept in part.kept:
         entry = files.dense.get(f"{kept.name}.weight")
@@ -178,7 +179,7 @@ def _stored_faults(
             found = f"{entry.dtype} {entry.shape}"
             expected = f"{form.dtype} {form.shape}"
             yield Mismatch("part_form", f"{name} {part_name}", expected, found)
-    for part_name in weight.parts.keys() - forms.keys():
+    for part_name in sorted(weight.parts.keys() - forms.keys()):
         yield Mismatch("part_extra", f"{name} {part_name}", "nothing", "a tensor")
 
 

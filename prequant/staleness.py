@@ -6,7 +6,7 @@ the shards themselves. Damage belongs to ``damage``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import TYPE_CHECKING
 
 from prequant.baked import BakedFiles
@@ -16,6 +16,7 @@ from quantpolicy.errors import DeniedError, Mismatch, RequestError
 from quantpolicy.family_match import FamilyMatch
 from quantpolicy.inventory.headers import inventory_from_headers
 from quantpolicy.inventory.model import Inventory, LinearFacts
+from quantpolicy.match import natural_key
 from quantpolicy.plan import ComponentPlan, KeptLayer, PlannedLayer, QuantPlan
 from quantpolicy.resolver import resolve_target
 from quantpolicy.rule_checks import GENERIC
@@ -140,18 +141,22 @@ def _layer_mismatches(expected: ComponentPlan, baked: ComponentPlan) -> Iterator
     wanted = {layer.name: layer for layer in expected.layers}
     found = {layer.name: layer for layer in baked.layers}
     reasons = {layer.name: f"dense ({layer.because}: {layer.rule})" for layer in expected.kept}
-    for name in wanted.keys() - found.keys():
+    for name in _ordered(wanted.keys() - found.keys()):
         yield Mismatch("module_dense", name, wanted[name].scheme, "dense")
-    for name in found.keys() - wanted.keys():
+    for name in _ordered(found.keys() - wanted.keys()):
         yield Mismatch("module_quantised", name, reasons.get(name, "dense"), found[name].scheme)
-    for name in wanted.keys() & found.keys():
+    for name in _ordered(wanted.keys() & found.keys()):
         if wanted[name].scheme is not found[name].scheme:
             yield Mismatch("module_scheme", name, wanted[name].scheme, found[name].scheme)
     known = {*wanted, *(layer.name for layer in expected.kept)}
     claimed = {*found, *(layer.name for layer in baked.kept)}
-    for name in sorted(known ^ claimed):
+    for name in _ordered(known ^ claimed):
         where = ("a module", "none") if name in known else ("no such module", "one")
         yield Mismatch("module_set", name, *where)
+
+
+def _ordered(names: Set[str]) -> list[str]:
+    return sorted(names, key=natural_key)
 
 
 def _target(header: Header, baked: QuantPlan, files: BakedFiles, rules: RuleTable) -> Target:

@@ -362,6 +362,39 @@ def test_a_forged_list_of_modules_is_caught_by_the_shards(copy: Path, root: Path
     assert findings(copy, CorruptCheckpointError) >= {"layer_missing", "module_quantised"}
 
 
+def test_mismatches_come_in_natural_order(root: Path, tmp_path: Path) -> None:
+    """Not in that of a set, which differs from run to run."""
+    plan = plan_for(root / COMPONENT, "fp8")
+    part = plan.components[COMPONENT]
+    names = [f"blocks.{block}.attn1.to_{which}" for block in (0, 1) for which in "kqv"]
+    dropped = [layer for layer in part.layers if layer.name in names]
+    fewer = change_component(
+        plan,
+        layers=tuple(layer for layer in part.layers if layer not in dropped),
+        kept=(
+            *part.kept,
+            *(
+                part.kept[0].model_copy(
+                    update={"name": one.name, "shape": one.shape, "dtype": one.dtype}
+                )
+                for one in dropped
+            ),
+        ),
+    )
+    bake(root / COMPONENT, tmp_path / "out", plan=fewer)
+    with pytest.raises(StaleCheckpointError) as caught:
+        validate(tmp_path / "out")
+    dense = [item.subject for item in caught.value.mismatches if item.code == "module_dense"]
+    assert dense == names
+    whole = tmp_path / "whole"
+    bake(root / COMPONENT, whole, plan=plan)
+    reseal(whole, plan=fewer.to_dict(), weights_digest=fewer.components[COMPONENT].weights_digest)
+    with pytest.raises(CorruptCheckpointError) as damaged:
+        validate(whole)
+    extra = [item.subject for item in damaged.value.mismatches if item.code == "layer_extra"]
+    assert extra == names
+
+
 def test_a_scheme_that_is_denied_today_is_stale(root: Path, tmp_path: Path) -> None:
     request = Request(transformer=SchemeChoice.FP8, min_features=16)
     plan = plan_for(root / COMPONENT, "mxfp8")
