@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from quantpolicy.errors import CorruptCheckpointError, Mismatch, RequestError
 from quantpolicy.host import Host
-from quantpolicy.inventory.shard import parse_json_object
+from quantpolicy.json_source import parse_json_object
 from quantpolicy.plan import SchemeSettings
 from quantpolicy.record import Record, sha256_of
 from quantpolicy.schemes import Scheme
@@ -193,7 +193,9 @@ def parse_header(folder: Path, faults: list[Mismatch]) -> Header | None:
         faults.append(Mismatch("header_json", HEADER_FILE, "a JSON object", str(error)))
         return None
     try:
-        return Header.model_validate(values)
+        header = Header.model_validate(values)
+        sha256_of(header.model_dump(mode="json"))
+        return header
     except ValidationError as error:
         for item in error.errors():
             field = ".".join(str(part) for part in item["loc"])
@@ -202,4 +204,7 @@ def parse_header(folder: Path, faults: list[Mismatch]) -> Header | None:
                 "extra_forbidden": "header_field_unknown",
             }.get(item["type"], "header_field")
             faults.append(Mismatch(code, field, "the field as baked", str(item["msg"])))
+        return None
+    except ValueError as error:  # a float that became an integer beyond 2^53
+        faults.append(Mismatch("header_field", HEADER_FILE, "exact numbers", str(error)))
         return None

@@ -6,16 +6,18 @@ Nothing is decided here; the resolver fills it and executors obey it.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal, Self
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
 from quantpolicy.errors import RequestError
 from quantpolicy.host import Host
+from quantpolicy.json_source import parse_json_object
 from quantpolicy.record import Record, canonical_json, sha256_of
 from quantpolicy.request import Request
 from quantpolicy.schemes import Cause, ComponentKind, Confidence, Execution, Quality, Scheme, Tier
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 
 
 class PlannedLayer(Record):
@@ -82,6 +84,17 @@ class ComponentPlan(Record):
     settings: SchemeSettings = SchemeSettings()
     layers: tuple[PlannedLayer, ...] = ()
     kept: tuple[KeptLayer, ...] = ()
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> Self:
+        for layer in self.layers:
+            if layer.scheme is Scheme.DENSE:
+                raise ValueError(f"layer {layer.name} is dense; a dense Linear is a kept one")
+            if layer.scheme is not self.scheme:
+                raise ValueError(
+                    f"layer {layer.name} has scheme {layer.scheme}, the component {self.scheme}"
+                )
+        return self
 
     @property
     def weights_digest(self) -> str:
@@ -195,7 +208,7 @@ class Workload(Record):
 class QuantPlan(Record):
     """One resolved plan. Equal inputs give equal bytes on any machine."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Literal[1] = SCHEMA_VERSION
     family: str
     tier: Tier
     quality: Quality
@@ -247,23 +260,30 @@ class QuantPlan(Record):
             RequestError: a field is missing, unknown or of the wrong type, or a digest does not
                 match.
         """
-        body = dict(values)
+        body = {"schema_version": None, **values}
         digests = {key: body.pop(key, None) for key in ("weights_digest", "plan_digest")}
         try:
             plan = cls.model_validate(body)
+            found = {key: getattr(plan, key) for key in digests}
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"])
             raise RequestError(
                 f"{where}.{field}",
-                str(first["msg"]),
+                str(first["msg"]).removeprefix("Value error, "),
                 remedy="resolve the plan again with this version",
             ) from error
+        except ValueError as error:
+            raise RequestError(
+                where,
+                f"has no canonical JSON: {error}",
+                remedy="resolve the plan again instead of editing it",
+            ) from error
         for key, digest in digests.items():
-            if digest != getattr(plan, key):
+            if digest != found[key]:
                 raise RequestError(
                     f"{where}.{key}",
-                    f"{digest} does not match the plan's content ({getattr(plan, key)})",
+                    f"{digest} does not match the plan's content ({found[key]})",
                     remedy="resolve the plan again instead of editing it",
                 )
         return plan
@@ -271,18 +291,12 @@ class QuantPlan(Record):
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "plan") -> QuantPlan:
         """Read a plan from its JSON text; see ``from_dict``."""
-        import json
-
         try:
-            values = json.loads(text)
+            values = parse_json_object(text)
         except ValueError as error:
             raise RequestError(
                 where, f"not JSON: {error}", remedy="give the output of resolve --json"
             ) from error
-        if not isinstance(values, dict):
-            raise RequestError(
-                where, "not a JSON object", remedy="give the output of resolve --json"
-            )
         return cls.from_dict(values, where=where)
 
     @classmethod

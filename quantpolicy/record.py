@@ -17,9 +17,9 @@ _MARKED = re.compile(r'"\\u0000(-?0\.0000[0-9]+)"')
 
 
 class Record(BaseModel):
-    """A frozen record that refuses unknown keys."""
+    """A frozen record that refuses unknown keys and numbers that are not finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
 def canonical_json(value: object) -> bytes:

@@ -6,7 +6,6 @@ Which files make up a component belongs to ``weight_files``. Torch-free.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quantpolicy.errors import CorruptCheckpointError, Mismatch, RequestError
+from quantpolicy.json_source import parse_json_object
 
 MAX_HEADER_BYTES = 100_000_000
 LENGTH_BYTES = 8
@@ -78,34 +78,6 @@ class ShardHeader:
     metadata: dict[str, str]
     data_offset: int
     file_bytes: int
-
-
-class _DuplicateKeyError(ValueError):
-    """An object of the JSON text names a key twice."""
-
-
-def _object_without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        names = [key for key, _ in pairs]
-        twice = next(key for key in names if names.count(key) > 1)
-        raise _DuplicateKeyError(f"the key {twice!r} stands twice")
-    return values
-
-
-def parse_json_object(text: bytes) -> dict[str, object]:
-    """Return the JSON object of a text.
-
-    Raises:
-        ValueError: not UTF-8, not JSON, not an object, nested too deep, or a key stands twice.
-    """
-    try:
-        values = json.loads(text.decode("utf-8"), object_pairs_hook=_object_without_duplicates)
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"a JSON {type(values).__name__}, not an object")
-    return values
 
 
 def read_header(path: Path) -> ShardHeader:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantpolicy.errors import CorruptCheckpointError, Mismatch, RequestError
-from quantpolicy.inventory.shard import ShardHeader, parse_json_object, read_header
+from quantpolicy.inventory.shard import ShardHeader, read_header
+from quantpolicy.json_source import parse_json_object
 
 CONFIG_FILE = "config.json"
 _WEIGHT_FILE = re.compile(

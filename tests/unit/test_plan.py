@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantpolicy import Host, QuantPlan, Request, RequestError, load_rules, resolve
-from quantpolicy.plan import ComponentPlan
 from quantpolicy.record import canonical_json
+from quantpolicy.schemes import Scheme
 
 PLAN = plan_of(target(linear("a"), linear("b", rows=1)), transformer="int8")
 
@@ -59,6 +59,8 @@ def test_a_plan_file_reads_back(tmp_path: Path) -> None:
     [
         (lambda plan: plan.pop("tier"), r"plan\.tier: Field required"),
         (lambda plan: plan.update(extra=1), r"plan\.extra"),
+        (lambda plan: plan.update(schema_version=99), r"plan\.schema_version: Input should be 1"),
+        (lambda plan: plan.pop("schema_version"), r"plan\.schema_version: Input should be 1"),
         (lambda plan: plan.update(tier="fast"), r"plan\.tier"),
         (lambda plan: plan.update(family="other"), r"plan\.plan_digest: .* does not match"),
         (lambda plan: plan.pop("plan_digest"), r"plan\.plan_digest: None does not match"),
@@ -77,8 +79,51 @@ def test_an_altered_plan_is_refused_and_the_field_named(change, message: str) ->
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null"])
 def test_what_is_no_plan_is_refused(text: str) -> None:
-    with pytest.raises(RequestError, match=r"not JSON|not a JSON object"):
+    with pytest.raises(RequestError, match=r"not JSON: "):
         QuantPlan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        ('"pad_rows":0', '"pad_rows":9223372036854775808', "integer 9223372036854775808 is beyond"),
+        ('"pad_rows":0', '"pad_rows":NaN', "NaN is no finite number"),
+        ('"name":"a"', '"name":"\\ud800"', "a lone surrogate, which is no character"),
+        ('"notes":[', '"notes":' + "[" * 200000, "nested deeper than 64 levels"),
+        ('"pad_rows":0', '"pad_rows":0,"pad_rows":0', "the key 'pad_rows' stands twice"),
+    ],
+)
+def test_a_plan_without_canonical_json_is_refused(old: str, new: str, found: str) -> None:
+    text = PLAN.to_json()
+    assert old in text
+    with pytest.raises(RequestError) as caught:
+        QuantPlan.from_json(text.replace(old, new, 1), where="plan.json")
+    assert caught.value.where == "plan.json"
+    assert caught.value.found.startswith(f"not JSON: {found}")
+
+
+def test_a_float_that_becomes_an_inexact_integer_is_refused() -> None:
+    text = PLAN.to_json().replace('"pad_rows":0', '"pad_rows":1152921504606846976.0', 1)
+    with pytest.raises(RequestError) as caught:
+        QuantPlan.from_json(text)
+    assert caught.value.where == "plan"
+    assert caught.value.found.startswith("has no canonical JSON: 1152921504606846976 ")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "found"),
+    [
+        ("dense", "layer a is dense; a dense Linear is a kept one"),
+        ("fp8", "layer a has scheme fp8, the component int8"),
+    ],
+)
+def test_a_layer_of_another_scheme_is_refused(scheme: str, found: str) -> None:
+    values = json.loads(PLAN.to_json())
+    values["components"]["transformer"]["layers"][0]["scheme"] = scheme
+    with pytest.raises(RequestError) as caught:
+        QuantPlan.from_dict(values)
+    assert caught.value.where == "plan.components.transformer"
+    assert caught.value.found == found
 
 
 def test_a_missing_plan_file_is_an_error(tmp_path: Path) -> None:
@@ -114,14 +159,14 @@ def test_pad_rows_leave_the_weights_digest() -> None:
         {"keep_in_fp32": ("norm",)},
         {"layers": ()},
         {"kept": ()},
-        {"scheme": "fp8"},
+        {"scheme": Scheme.FP8},
         {"settings": PLAN.components["transformer"].settings.model_copy(
             update={"activation_floor": 1e-6})},
     ],
 )  # fmt: skip
 def test_what_decides_bytes_enters_the_weights_digest(changed: dict[str, object]) -> None:
     part = PLAN.components["transformer"]
-    other = ComponentPlan.model_validate({**dict(part), **changed})
+    other = part.model_copy(update=changed)
     assert other.weights_digest != part.weights_digest
 
 
