@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,14 +15,15 @@ from typing import TYPE_CHECKING, Annotated, get_type_hints
 import typer
 
 from quantpolicy.errors import RequestError
+from quantpolicy.record import MAX_SAFE_INTEGER
 from quantpolicy.schemes import Confidence, Execution, Quality, SchemeChoice, Tier
+from quantpolicy.sizes import GIB
 
 if TYPE_CHECKING:
     from quantpolicy.host import Host
     from quantpolicy.request import Request
     from quantpolicy.rules import RuleTable
 
-BYTES_PER_GIB = 2**30
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON to stdout.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -116,8 +116,6 @@ class RequestOptions:
 
     def request(self) -> Request:
         """Return the request; see ``load``."""
-        from pydantic import ValidationError
-
         from quantpolicy.request import Request
 
         values = {name: getattr(self, name) for name in Request.model_fields if hasattr(self, name)}
@@ -125,12 +123,10 @@ class RequestOptions:
         values["lift"] = tuple(self.lift or ())
         try:
             request: Request = Request.model_validate(values)
-        except ValidationError as error:
-            first = error.errors()[0]
-            field = str(first["loc"][0])
-            message = str(first["msg"]).removeprefix("Value error, ")
+        except RequestError as error:
+            flag = "--" + error.where.replace("_", "-")
             raise RequestError(
-                _flag_of(field), f"{message[:1].lower()}{message[1:]}", remedy="see --help"
+                flag, error.found, allowed=error.allowed, remedy=error.remedy
             ) from error
         return request
 
@@ -156,14 +152,15 @@ def detect_host() -> Host:
 def _bytes_of_gib(gib: float | None) -> int | None:
     if gib is None:
         return None
-    if not (math.isfinite(gib) and gib * BYTES_PER_GIB >= 1):
-        raise RequestError("--memory-gib", f"{gib} is no budget", remedy="give a number above 0")
-    return int(gib * BYTES_PER_GIB)
-
-
-def _flag_of(field: str) -> str:
-    name = "memory_gib" if field == "memory_bytes" else field
-    return "--" + name.replace("_", "-")
+    size = gib * GIB
+    if not 1 <= size <= MAX_SAFE_INTEGER:
+        raise RequestError(
+            "--memory-gib",
+            f"{gib:g} is no budget",
+            allowed=f"a number above 0 and below {(MAX_SAFE_INTEGER + 1) // GIB}",
+            remedy="give the memory that the plan may use",
+        )
+    return int(size)
 
 
 def with_request_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -9,16 +9,19 @@ import re
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from quantpolicy.errors import RequestError
-from quantpolicy.record import Record
+from quantpolicy.errors import RequestError, RuleTableError
+from quantpolicy.record import MAX_SAFE_INTEGER, Record
 from quantpolicy.schemes import Execution, Scheme
 
 PRESETS_FILE = Path(__file__).parent / "data" / "hosts.yaml"
+
+
+Speed = Annotated[float, Field(gt=0)]
 
 
 class Backend(StrEnum):
@@ -50,8 +53,8 @@ class GemmLimit(Record):
     """
 
     scheme: Scheme
-    min_rows: int
-    min_in_features: int = 0
+    min_rows: int = Field(ge=1, le=MAX_SAFE_INTEGER)
+    min_in_features: int = Field(default=0, ge=0, le=MAX_SAFE_INTEGER)
     bias_only: bool = False
 
     def applies(self, scheme: Scheme, in_features: int, has_bias: bool) -> bool:
@@ -74,11 +77,11 @@ class Rates(Record):
         source: where the numbers come from.
     """
 
-    gemm_tflops: dict[Scheme, float]
-    copy_gb_per_s: float
-    launch_us: float
+    gemm_tflops: dict[Scheme, Speed]
+    copy_gb_per_s: Speed
+    launch_us: float = Field(ge=0)
     source: str
-    fused_gemm_tflops: dict[Scheme, float] = Field(default_factory=dict)
+    fused_gemm_tflops: dict[Scheme, Speed] = Field(default_factory=dict)
 
     def tflops(self, scheme: Scheme, execution: Execution) -> float | None:
         """Return the rate of a scheme's GEMM under an execution, None when not known."""
@@ -102,7 +105,7 @@ class Host(Record):
     backend: Backend
     arch: str
     host_class: HostClass
-    memory_bytes: int = Field(gt=0)
+    memory_bytes: int = Field(ge=1, le=MAX_SAFE_INTEGER)
     fp8_dtype: str
     gemm_limits: tuple[GemmLimit, ...] = ()
     rates: Rates | None = None
@@ -163,24 +166,27 @@ class Host(Record):
 
 
 def _read_host(path: Path) -> Host:
+    from quantpolicy.rule_errors import validate_source
+    from quantpolicy.yaml_source import read_yaml
+
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-        host: Host = Host.model_validate(values)
-        return host
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        return validate_source(Host, read_yaml(path))
+    except RuleTableError as error:
+        further = [
+            f"{other.where.removeprefix(f'{path}:')}: {other.found}" for other in error.others
+        ]
         raise RequestError(
-            str(path), f"cannot be read: {error}", remedy="give a YAML host record"
-        ) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise RequestError(
-            f"{path} {field}", str(first["msg"]), remedy="see `quantpolicy doctor --json`"
+            error.where,
+            "; line ".join([error.found, *further]),
+            allowed="" if further else error.allowed,
+            remedy="give a host record such as the one in `quantpolicy doctor --json`",
         ) from error
 
 
 @lru_cache(maxsize=1)
 def load_presets() -> dict[str, Host]:
     """Return the shipped hosts by name, in the order of the file."""
-    values = yaml.load(PRESETS_FILE.read_bytes(), Loader=yaml.CSafeLoader)
-    return {name: Host.model_validate({"name": name, **fields}) for name, fields in values.items()}
+    from quantpolicy.yaml_source import LOADER
+
+    hosts = yaml.load(PRESETS_FILE.read_bytes(), Loader=LOADER).items()
+    return {name: Host.model_validate({"name": name, **fields}) for name, fields in hosts}

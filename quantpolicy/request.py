@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import re
+from typing import Self
 
-from pydantic import Field, field_validator
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
-from quantpolicy.record import Record
+from quantpolicy.errors import RequestError
+from quantpolicy.record import MAX_SAFE_INTEGER, Record
 from quantpolicy.schemes import Confidence, Execution, Quality, SchemeChoice, Tier
 
 
@@ -30,7 +38,7 @@ class Request(Record):
         confidence: the least confidence to accept from ``auto``.
 
     Raises:
-        pydantic.ValidationError: a value is out of range or unknown.
+        RequestError: a value is out of range, or a field is unknown.
     """
 
     speed: Tier = Tier.AUTO
@@ -39,20 +47,31 @@ class Request(Record):
     text_encoder: SchemeChoice = SchemeChoice.AUTO
     vae: SchemeChoice = SchemeChoice.AUTO
     execution: Execution = Execution.TORCHAO
-    memory_bytes: int | None = Field(default=None, gt=0)
+    memory_bytes: int | None = Field(default=None, ge=1, le=MAX_SAFE_INTEGER)
     resolution: str | None = None
-    frames: int | None = Field(default=None, gt=0)
-    min_features: int | None = Field(default=None, ge=1)
+    frames: int | None = Field(default=None, ge=1, le=MAX_SAFE_INTEGER)
+    min_features: int | None = Field(default=None, ge=1, le=MAX_SAFE_INTEGER)
     lift: tuple[str, ...] = ()
     confidence: Confidence = Confidence.DERIVED
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explain_faults(cls, values: object, build: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return build(values)
+        except ValidationError as error:
+            from quantpolicy.rule_errors import describe_fault
+
+            fault = error.errors(include_url=False)[0]
+            found, allowed, remedy = describe_fault(cls, fault)
+            field = str(fault["loc"][0]) if fault["loc"] else "request"
+            raise RequestError(field, found, allowed=allowed, remedy=remedy) from error
 
     @field_validator("resolution")
     @classmethod
     def _check_resolution(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r"[1-9]\d{1,4}x[1-9]\d{1,4}", value):
-            raise ValueError(
-                f"resolution {value!r} is not WIDTHxHEIGHT in pixels, such as 1280x720"
-            )
+            raise ValueError(f"{value!r} is not WIDTHxHEIGHT in pixels, such as 1280x720")
         return value
 
     @field_validator("lift")

@@ -22,6 +22,7 @@ _Annotation: TypeAlias = object
 
 _MEANT = {
     "string_type": "text",
+    "int_parsing": "a whole number",
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
@@ -33,6 +34,12 @@ _MEANT = {
     "date_type": "a date such as 2026-11-30",
     "date_parsing": "a date such as 2026-11-30",
     "date_from_datetime_parsing": "a date such as 2026-11-30",
+}
+_LIMITS = {
+    "greater_than": "more than",
+    "greater_than_equal": "at least",
+    "less_than": "less than",
+    "less_than_equal": "at most",
 }
 
 
@@ -92,6 +99,11 @@ def _explain(
     return [error for _, _, error in ordered]
 
 
+def describe_fault(model: type[Record], detail: ErrorDetails) -> tuple[str, str, str]:
+    """Return (found, allowed, remedy) for a fault of a record that was not read from a file."""
+    return _sentence(model, detail["loc"], detail)
+
+
 def _is_list_item(path: YamlPath, value: object) -> bool:
     return bool(path) and isinstance(path[-1], int) and not isinstance(value, dict | list)
 
@@ -112,7 +124,8 @@ def _yaml_path(values: Plain, loc: tuple[str | int, ...]) -> YamlPath:
 
 def _sentence(model: type[Record], path: YamlPath, detail: ErrorDetails) -> tuple[str, str, str]:
     """Return (found, allowed, remedy)."""
-    kind, value, last = detail["type"], detail["input"], detail["loc"][-1]
+    kind, value = detail["type"], detail["input"]
+    last = detail["loc"][-1] if detail["loc"] else ""
     if kind == "extra_forbidden":
         owner = annotation_at(model, path[:-1])
         assert isinstance(owner, type)
@@ -131,7 +144,14 @@ def _sentence(model: type[Record], path: YamlPath, detail: ErrorDetails) -> tupl
         return f"{shown} where text is meant", "", "quote it"
     if kind in _MEANT:
         return f"{shown} where {_MEANT[kind]} is meant", "", f"write {_MEANT[kind]}"
-    return f"{shown}: {detail['msg']}", "", "correct the value"
+    message = str(detail["msg"])
+    if kind == "value_error":
+        return message.removeprefix("Value error, "), "", "correct the value"
+    if kind in _LIMITS:
+        (limit,) = detail["ctx"].values()
+        meant = f"a number of {_LIMITS[kind]} {limit}"
+        return f"{shown} where {meant} is meant", "", "write such a number"
+    return f"{shown}: {message}", "", "correct the value"
 
 
 def _noun(enum: type[StrEnum]) -> str:

@@ -9,6 +9,8 @@ from quantpolicy.plan import Workload
 from quantpolicy.request import Request
 from quantpolicy.rule_schema import Geometry
 
+MOST_TOKENS = 2**31 - 1  # rows are indexed by 32 bits, and the bytes of all estimates stay exact
+
 
 @dataclass(frozen=True, slots=True)
 class RowScale:
@@ -17,16 +19,30 @@ class RowScale:
     Args:
         declared_rows: rows of the image stream at the declared inputs.
         difference: rows that the workload has more (or fewer).
+        batch: samples of one forward at the declared inputs.
     """
 
     declared_rows: int = 0
     difference: int = 0
+    batch: int = 1
 
     def apply(self, rows: int | None) -> int | None:
         """Return the rows at the workload; streams shorter than the image's do not follow it."""
         if rows is None or not self.difference or rows < self.declared_rows:
             return rows
         return rows + self.difference
+
+    def fewest(self, rows: int | None) -> int | None:
+        """Return the fewest rows that a forward of the workload can have where ``rows`` are taken.
+
+        It is one sample's alone when nothing guides it, and what is joined to the image's tokens
+        can be shorter than declared.
+        """
+        if rows is None:
+            return None
+        if self.declared_rows and rows >= self.declared_rows:
+            rows = self.declared_rows + self.difference
+        return rows // self.batch
 
 
 def plan_workload(
@@ -39,13 +55,14 @@ def plan_workload(
     """
     if geometry is None:
         return None, RowScale()
+    declared_rows = geometry.image_tokens * geometry.batch
     if request.resolution is None and request.frames is None:
         declared = Workload(image_tokens=geometry.image_tokens, batch=geometry.batch, declared=True)
-        return declared, RowScale()
+        return declared, RowScale(declared_rows, batch=geometry.batch)
     tokens = _image_tokens(geometry, request, family)
-    declared_rows = geometry.image_tokens * geometry.batch
     workload = Workload(image_tokens=tokens, batch=geometry.batch, declared=False)
-    return workload, RowScale(declared_rows, tokens * geometry.batch - declared_rows)
+    difference = tokens * geometry.batch - declared_rows
+    return workload, RowScale(declared_rows, difference, geometry.batch)
 
 
 def _image_tokens(geometry: Geometry, request: Request, family: str) -> int:
@@ -81,5 +98,12 @@ def _image_tokens(geometry: Geometry, request: Request, family: str) -> int:
             f"{request.resolution} is less than one token of {family}",
             allowed=f"width and height of at least {pixels} pixels",
             remedy="give a larger resolution",
+        )
+    if tokens > MOST_TOKENS:
+        raise RequestError(
+            "resolution",
+            f"{request.resolution} makes {tokens} image tokens of {family}",
+            allowed=f"at most {MOST_TOKENS}",
+            remedy="give a smaller resolution or fewer frames",
         )
     return tokens

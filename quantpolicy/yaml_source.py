@@ -20,7 +20,7 @@ Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | 
 YamlPath: TypeAlias = tuple[str | int, ...]
 _Marks: TypeAlias = "dict[str, tuple[int, _Marks]] | list[tuple[int, _Marks]] | None"
 
-_Loader: type[yaml.SafeLoader] | type[yaml.CSafeLoader] = getattr(
+LOADER: type[yaml.SafeLoader] | type[yaml.CSafeLoader] = getattr(
     yaml, "CSafeLoader", yaml.SafeLoader
 )
 
@@ -112,7 +112,7 @@ def parse_yaml(data: bytes | str, *, name: str) -> YamlSource:
     text = data.removeprefix("\ufeff") if isinstance(data, str) else _decode(data, name)
     builder = _Builder(name)
     try:
-        builder.consume(yaml.parse(text, Loader=_Loader))
+        builder.consume(yaml.parse(text, Loader=LOADER))
     except yaml.YAMLError as error:
         raise _syntax_error(error, text, builder) from error
     return builder.finish()

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import pytest
+import yaml
+from pydantic import ValidationError
 
+from quantpolicy import yaml_source
 from quantpolicy.errors import RequestError
-from quantpolicy.host import Backend, Host, HostClass, load_presets
+from quantpolicy.host import Backend, GemmLimit, Host, HostClass, load_presets
 from quantpolicy.schemes import Scheme
 
 PRESETS = [
@@ -101,7 +104,8 @@ def test_an_unknown_host_names_the_presets() -> None:
         ("arch: '9.0'", "such as sm90"),
         ("arch: sm90\nspeed: 1", "speed"),
         ("arch: sm90\nmemory_bytes: 0", "memory_bytes"),
-        ("arch: [", "cannot be read"),
+        ("arch: [", "host.yaml:7.*not YAML"),
+        ("arch: sm90\nmemory_bytes: 9007199254740992", "memory_bytes: integer 9007199254740992"),
         ("", "arch"),
     ],
 )
@@ -114,3 +118,43 @@ def test_a_malformed_host_file_is_one_sentence(tmp_path, line: str, message: str
     with pytest.raises(RequestError, match=message) as caught:
         Host.load(path)
     assert "\n\n" not in str(caught.value)
+
+
+def test_every_fault_of_a_host_file_is_told_with_its_line(tmp_path) -> None:
+    path = tmp_path / "host.yaml"
+    path.write_text(
+        "name: x\nbackend: cuda\nspeed: 3\narch: sm90\ngemm_limits:\n"
+        "  - {scheme: fp9, min_rows: 0}\nrates: {gemm_tflops: {dense: 0}, copy_gb_per_s: 1}\n"
+    )
+    with pytest.raises(RequestError) as caught:
+        Host.load(path)
+    assert caught.value.where == f"{path}:3"
+    assert caught.value.found.split("; line ") == [
+        "unknown key 'speed'",
+        "6 gemm_limits[0].scheme: unknown scheme 'fp9'",
+        "6 gemm_limits[0].min_rows: 0 where a number of at least 1 is meant",
+        "7 rates.gemm_tflops.dense: 0 where a number of more than 0.0 is meant",
+        "1: required key 'host_class' is missing",
+        "1: required key 'memory_bytes' is missing",
+        "1: required key 'fp8_dtype' is missing",
+        "7 rates: required key 'launch_us' is missing",
+        "7 rates: required key 'source' is missing",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("record", "values"),
+    [
+        (GemmLimit, {"scheme": "int8", "min_rows": 2**53}),
+        (GemmLimit, {"scheme": "int8", "min_rows": 17, "min_in_features": 2**53}),
+        (Host, {**Host.load("cpu").model_dump(), "memory_bytes": 2**53}),
+    ],
+)
+def test_integers_that_canonical_json_lacks_are_refused(record, values) -> None:
+    with pytest.raises(ValidationError, match="less than or equal to 9007199254740991"):
+        record.model_validate(values)
+
+
+def test_presets_are_read_without_libyaml(monkeypatch) -> None:
+    monkeypatch.setattr(yaml_source, "LOADER", yaml.SafeLoader)
+    assert load_presets.__wrapped__() == load_presets()

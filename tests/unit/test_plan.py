@@ -219,5 +219,5 @@ def test_values_without_a_canonical_form_are_refused(value: object) -> None:
 
 def test_requests_are_checked_when_formed() -> None:
     assert Request(lift=["b", "a", "b"]).lift == ("a", "b")
-    with pytest.raises(ValueError, match="1280x720"):
+    with pytest.raises(RequestError, match="1280x720"):
         Request(resolution="720p")

@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from quantpolicy.errors import RequestError
+from quantpolicy.record import sha256_of
 from quantpolicy.request import Request
 from quantpolicy.schemes import Confidence, Execution, Quality, SchemeChoice, Tier
 
@@ -58,12 +60,20 @@ def test_words_become_enums() -> None:
         ("min_features", 0),
         ("confidence", "certain"),
         ("unknown", 1),
+        ("frames", 2**53),
+        ("memory_bytes", 2**53),
+        ("min_features", 10**20),
     ],
 )
 def test_values_out_of_range_are_refused(field: str, value: object) -> None:
-    with pytest.raises(ValidationError) as caught:
-        Request.model_validate({field: value})
-    assert [error["loc"] for error in caught.value.errors()] == [(field,)]
+    for build in (
+        lambda: Request.model_validate({field: value}),
+        lambda: Request(**{field: value}),
+    ):
+        with pytest.raises(RequestError) as caught:
+            build()
+        assert caught.value.where == field
+        assert caught.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -91,7 +101,7 @@ def test_width_and_height(text: str | None, expected: tuple[int, int] | None) ->
     ],
 )
 def test_a_resolution_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ValidationError, match="is not WIDTHxHEIGHT in pixels, such as 1280x720"):
+    with pytest.raises(RequestError, match="is not WIDTHxHEIGHT in pixels, such as 1280x720"):
         Request(resolution=text)
 
 
@@ -103,3 +113,46 @@ def test_lift_is_a_sorted_set() -> None:
 def test_a_request_is_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         Request().speed = Tier.OFF
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        (
+            {"transformer": "fp9"},
+            "transformer: unknown scheme choice 'fp9'; known: auto, dense, fp8, int8, "
+            "layerwise_fp8, mxfp8, nvfp4; did you mean 'fp8'.",
+        ),
+        (
+            {"min_features": 0},
+            "min_features: 0 where a number of at least 1 is meant; write such a number.",
+        ),
+        (
+            {"frames": 2**53},
+            "frames: 9007199254740992 where a number of at most 9007199254740991 is meant; "
+            "write such a number.",
+        ),
+        (
+            {"resolution": "12"},
+            "resolution: '12' is not WIDTHxHEIGHT in pixels, such as 1280x720; correct the value.",
+        ),
+        ({"frames": "x"}, 'frames: "x" where a whole number is meant; write a whole number.'),
+        ({"lift": [3]}, "lift: 3 where text is meant; quote it."),
+        (3, "request: 3 where a mapping is meant; write a mapping."),
+    ],
+)
+def test_a_fault_is_one_sentence(values: object, sentence: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        Request.model_validate(values)
+    assert str(caught.value) == sentence
+
+
+def test_the_largest_numbers_have_canonical_json() -> None:
+    most = 2**53 - 1
+    request = Request(memory_bytes=most, frames=most, min_features=most)
+    assert len(sha256_of(request.model_dump(mode="json"))) == 64
+
+
+def test_a_copy_and_its_json_read_back() -> None:
+    request = Request().model_copy(update={"frames": 3})
+    assert Request.model_validate_json(request.model_dump_json()) == request

@@ -193,7 +193,7 @@ WRONG = [
     ("effect: pad_rows", "effect: pad", "effect", "unknown effect 'pad'"),
     ("rows: 17", "row: 17", "rules[0]", "unknown key 'row'"),
     ("        rows: 17\n", "", "rows", "rows is missing with pad_rows"),
-    ("rows: 17", "rows: 1", "rows", "1: Input should be greater than 1"),
+    ("rows: 17", "rows: 1", "rows", "1 where a number of more than 1 is meant"),
     ("rows: 17", 'rows: "17"', "rows", '"17" where a whole number is meant'),
     ("rows: 17", "rows: 17.0", "rows", "17.0 where a whole number is meant"),
     ("rows: 17", "rows: true", "rows", "true where a whole number is meant"),

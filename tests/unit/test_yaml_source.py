@@ -21,7 +21,7 @@ LOADERS = [yaml.SafeLoader, getattr(yaml, "CSafeLoader", yaml.SafeLoader)]
 
 @pytest.fixture(params=LOADERS, ids=["pure", "libyaml"], autouse=True)
 def loader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(yaml_source, "_Loader", request.param)
+    monkeypatch.setattr(yaml_source, "LOADER", request.param)
 
 
 def parse(text: str | bytes) -> dict[str, Plain]:
@@ -194,7 +194,7 @@ def test_a_lone_surrogate_and_a_control_character_are_refused() -> None:
     assert refusal('a: "\\ud800"').where == "t.yaml:1 a"
     assert refusal("a: \x00").found == "not YAML: " + (
         "control characters are not allowed"
-        if yaml_source._Loader is not yaml.SafeLoader
+        if yaml_source.LOADER is not yaml.SafeLoader
         else "special characters are not allowed"
     )
 
