@@ -12,7 +12,12 @@ from baking import COMPONENT, WAN, plan_for, save_dense
 
 from prequant import bake, validate
 from prequant.header import HEADER_FILE, Header, find_components, read_baked_header
-from quantpolicy.errors import CorruptCheckpointError, QuantPolicyError, StaleCheckpointError
+from quantpolicy.errors import (
+    CorruptCheckpointError,
+    QuantPolicyError,
+    RequestError,
+    StaleCheckpointError,
+)
 
 FIELDS = tuple(Header.model_fields)
 NESTED = (
@@ -196,3 +201,71 @@ def test_the_package_s_functions_survive_importing_their_modules() -> None:
     assert [callable(getattr(prequant, name)) for name in prequant.__all__] == [True] * 3
     assert not hasattr(prequant, "nonsense")
     assert issubclass(CorruptCheckpointError, QuantPolicyError)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ("NaN", "NaN is no finite number"),
+        ("-Infinity", "-Infinity is no finite number"),
+        ("1e999", "1e999 is no finite number"),
+        (str(2**60), "integer 1152921504606846976 is beyond 9007199254740991"),
+        ('"\\ud800"', "a lone surrogate, which is no character"),
+        ("[" * 200_000, "nested deeper than 64 levels"),
+    ],
+)
+@pytest.mark.parametrize("field", ["format_version", "plan"])
+def test_a_header_without_canonical_json_is_corrupt(
+    baked: Path, tmp_path: Path, field: str, value: str, found: str
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(baked, folder)
+    values = json.loads((folder / HEADER_FILE).read_bytes())
+    text = json.dumps({**values, field: "HERE"}).replace('"HERE"', value)
+    (folder / HEADER_FILE).write_text(text)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        validate(folder)
+    assert [str(item) for item in caught.value.mismatches] == [
+        f"[header_json] {HEADER_FILE}: expected a JSON object, found {found}"
+    ]
+    assert caught.value.exit_code == 3
+
+
+def test_a_float_that_becomes_an_inexact_integer_is_corrupt(edit: Callable[..., Path]) -> None:
+    folder = edit(lambda values: values.update(format_version=float(2**60)))
+    with pytest.raises(CorruptCheckpointError) as caught:
+        read_baked_header(folder)
+    (fault,) = caught.value.mismatches
+    assert (fault.code, fault.subject, fault.expected) == (
+        "header_field",
+        HEADER_FILE,
+        "exact numbers",
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ("NaN", "not JSON: NaN is no finite number"),
+        (str(2**60), "not JSON: integer 1152921504606846976 is beyond 9007199254740991"),
+        ('"\\ud800"', "not JSON: a lone surrogate, which is no character"),
+    ],
+)
+def test_a_config_without_canonical_json_is_refused_and_corrupt(
+    baked: Path, tmp_path: Path, value: str, found: str
+) -> None:
+    dense = tmp_path / COMPONENT
+    save_dense(WAN, dense)
+    plan = plan_for(dense, "fp8")
+    shutil.copytree(baked, tmp_path / "copy")
+    for folder in (dense, tmp_path / "copy"):
+        values = json.loads((folder / "config.json").read_bytes())
+        text = json.dumps({**values, "eps": "HERE"}).replace('"HERE"', value)
+        (folder / "config.json").write_text(text)
+    with pytest.raises(RequestError) as refused:
+        bake(dense, tmp_path / "out", plan=plan)
+    assert (refused.value.where, refused.value.found) == (str(dense / "config.json"), found)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        validate(tmp_path / "copy")
+    (fault,) = caught.value.mismatches
+    assert (fault.code, fault.found) == ("config_json", found)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from quantpolicy.json_source import MAX_DEPTH, parse_json, parse_json_object
@@ -27,7 +29,7 @@ def test_a_byte_order_mark_is_accepted() -> None:
         ('{"a": [-Infinity]}', "-Infinity is no finite number"),
         ('{"a": 1e400}', "1e400 is no finite number"),
         ('{"a": 9007199254740992}', "integer 9007199254740992 is beyond 9007199254740991"),
-        ('{"a": ' + "-1" * 1 + "0" * 5000 + "}", "integer -1" + "0" * 38 + " is beyond"),
+        ('{"a": ' + "-1" + "0" * 5000 + "}", "integer -1" + "0" * 38 + " is beyond"),
         ('{"a": "\\udc00"}', "a lone surrogate, which is no character"),
         ('{"\\ud800": 1}', "a lone surrogate, which is no character"),
         ('{"a": "\ud800"}', "a lone surrogate, which is no character"),
@@ -38,9 +40,8 @@ def test_a_byte_order_mark_is_accepted() -> None:
     ],
 )
 def test_what_has_no_canonical_form_is_refused(text: str | bytes, found: str) -> None:
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match=re.escape(found)):
         parse_json_object(text)
-    assert str(caught.value).startswith(found)
 
 
 def test_depth_is_limited_at_64_levels() -> None:
