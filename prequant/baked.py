@@ -6,7 +6,6 @@ Torch-free.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from quantpolicy.errors import CorruptCheckpointError, Mismatch, RequestError
 from quantpolicy.inventory.headers import FLOAT_DTYPES
 from quantpolicy.inventory.shard import ShardHeader, TensorEntry
 from quantpolicy.inventory.weight_files import CONFIG_FILE, read_headers, read_json_file
+from quantpolicy.json_source import parse_json_object
 from quantpolicy.schemes import DTYPE_BYTES, Scheme
 
 _FILE_DTYPES = {dtype: spelt for spelt, dtype in FLOAT_DTYPES.items()}
@@ -132,7 +132,6 @@ def read_baked_files(folder: Path, faults: list[Mismatch]) -> BakedFiles:
 
 def _parse(text: str) -> dict[str, object]:
     try:
-        values = json.loads(text)
+        return parse_json_object(text)
     except ValueError:
         return {}
-    return values if isinstance(values, dict) else {}

@@ -6,7 +6,6 @@ Everything is found from headers alone; values belong to ``scan``, outdated rule
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from prequant.forms import TENSOR_CLASSES, part_forms
 from prequant.header import FORMAT, HEADER_FILE, Header, SourceIdentity
 from quantpolicy.errors import Mismatch, RequestError
 from quantpolicy.inventory.weight_files import CONFIG_FILE, PICKLE_SUFFIXES, find_weights
+from quantpolicy.json_source import parse_json
 from quantpolicy.match import natural_key
 from quantpolicy.plan import ComponentPlan, QuantPlan
 from quantpolicy.record import sha256_of
@@ -188,7 +188,7 @@ def _metadata_faults(
 ) -> Iterator[Mismatch]:
     """Yield what keeps torchao and diffusers from reading the shards as one model."""
     try:
-        listed = json.loads(metadata.get("tensor_names", ""))
+        listed = parse_json(metadata.get("tensor_names", ""))
     except ValueError:
         listed = None
     if listed != names:
@@ -197,7 +197,7 @@ def _metadata_faults(
     quantised = {f"{name}.weight" for name in files.weights}
     for name in names:
         try:
-            entry = json.loads(metadata.get(name, ""))
+            entry = parse_json(metadata.get(name, ""))
         except ValueError:
             entry = None
         kind = entry.get("_type") if isinstance(entry, dict) else None

@@ -296,6 +296,18 @@ def test_changed_metadata_is_corrupt_and_named(copy: Path) -> None:
     assert codes >= {"shard_header", "tensor_version", "tensor_names"}
 
 
+def test_metadata_nested_too_deep_is_corrupt_and_named(copy: Path) -> None:
+    name = f"{plan_layer(copy)}.weight"
+
+    def change(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+        metadata[name] = "[" * 200_000
+        metadata["tensor_names"] = "[" * 200_000
+
+    rewrite_shards(copy, change)
+    codes = findings(copy, CorruptCheckpointError)
+    assert codes >= {"shard_header", "tensor_metadata", "tensor_names"}
+
+
 def test_a_checkpoint_of_a_per_tensor_builder_is_refused(copy: Path) -> None:
     def change(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
         for key in [key for key in tensors if key.endswith("_scale")]:
