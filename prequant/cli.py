@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: arguments without the program's name; None takes the process's.
     """
-    return run_app(app, sys.argv[1:] if argv is None else argv, "prequant")
+    return run_app(app, argv, "prequant")
 
 
 @app.callback()

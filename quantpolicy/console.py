@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import gc
 import json
+import logging
 import os
 import sys
 import traceback
@@ -22,18 +23,24 @@ if TYPE_CHECKING:
 EXIT_PIPE = 1
 EXIT_INTERRUPTED = 130
 COLLECT_EVERY = 100_000
+CHATTY_LOGGERS = ("torchao", "torch.utils._pytree")
 
 
 def run_app(app: typer.Typer, argv: Sequence[str] | None, name: str) -> int:
     """Run a command line and return its exit code; no error escapes without ``--debug``.
 
+    With ``--json`` an error of ours is JSON on stdout. What typer refuses before a command runs (an
+    unknown flag, a missing argument) stays text on stderr with exit code 2, as its usage is.
+
     Args:
-        argv: arguments without the program's name; None takes the process's.
+        argv: arguments without the program's name; None takes the process's, and then sets up the
+            process as a command line wants it.
         name: the program's name, for its usage text.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         _tune_collector()
+        quiet_libraries()
     try:
         app(arguments, prog_name=name)
         sys.stdout.flush()
@@ -48,13 +55,33 @@ def run_app(app: typer.Typer, argv: Sequence[str] | None, name: str) -> int:
     return 0
 
 
+def quiet_libraries() -> None:
+    """Silence, by their own switches, what libraries say on import that concerns no command.
+
+    torchao tells of compiled extensions that this build of torch cannot load, torch of torchao's
+    enums, diffusers of torchao classes that a newer torchao moved. A level or a variable that is
+    set already stands.
+    """
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    for name in CHATTY_LOGGERS:
+        logger = logging.getLogger(name)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.ERROR)
+
+
 def _tune_collector() -> None:
     """Let the garbage collector run rarely, and not at exit: half of a short command's time.
 
     Only for the process's own command line; a caller's process stays as it is.
     """
     gc.set_threshold(COLLECT_EVERY, 10, 10)
-    atexit.register(gc.freeze)
+    atexit.register(_skip_last_collection)
+
+
+def _skip_last_collection() -> None:
+    """Freeze what lives, unless torch is loaded: triton's bindings then call it all leaked."""
+    if "torch" not in sys.modules:
+        gc.freeze()
 
 
 def _flushed(code: str | int | None) -> int:

@@ -1,19 +1,17 @@
 """Settings and factories that all tests share. Does not import torch: some tests prove its absence.
 
-torchao warns, through its logger, of compiled extensions that a CPU build of torch cannot load, and
-torch of torchao's enums; diffusers warns of torchao classes that a newer torchao moved. None of it
-concerns what is tested, and none is a Python warning, which stay errors. The loggers' levels and
-diffusers' own variable are the supported switches.
+What libraries say through their loggers is silenced as it is on the command lines. Python warnings
+stay errors.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import TYPE_CHECKING
 
 import pytest
 
+from quantpolicy.console import quiet_libraries
 from quantpolicy.host import Host
 from quantpolicy.plan import (
     CompilePlan,
@@ -42,9 +40,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-for name in ("torchao", "torch.utils._pytree"):
-    logging.getLogger(name).setLevel(logging.ERROR)
+quiet_libraries()
 
 SETTINGS = {
     Scheme.DENSE: SchemeSettings(),

@@ -496,3 +496,28 @@ def test_app_is_what_main_runs() -> None:
     result = CliRunner().invoke(cli.app, ["families", "--json"])
     assert result.exit_code == 0
     assert len(json.loads(result.stdout)) == len(load_rules().families)
+
+
+LEFT_ALONE = """
+import logging, os
+import prequant.cli, quantpolicy.cli
+assert quantpolicy.cli.main(["--version"]) == 0
+assert prequant.cli.main(["--help"]) == 0
+assert "DIFFUSERS_VERBOSITY" not in os.environ
+assert logging.getLogger("torchao").level == logging.NOTSET
+"""
+
+
+def test_a_callers_loggers_are_left_alone() -> None:
+    environment = {name: os.environ[name] for name in os.environ if name != "DIFFUSERS_VERBOSITY"}
+    subprocess.run([sys.executable, "-c", LEFT_ALONE], check=True, timeout=120, env=environment)
+
+
+def test_a_set_level_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    import logging
+
+    loud = logging.getLogger(console.CHATTY_LOGGERS[0])
+    monkeypatch.setattr(loud, "level", logging.DEBUG)
+    monkeypatch.setenv("DIFFUSERS_VERBOSITY", "info")
+    console.quiet_libraries()
+    assert (loud.level, os.environ["DIFFUSERS_VERBOSITY"]) == (logging.DEBUG, "info")

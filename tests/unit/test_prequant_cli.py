@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -207,3 +208,18 @@ def test_the_module_runs_as_a_program(root: Path) -> None:
     assert json.loads(done.stdout)["against"] == "today's rules"
     assert done.stderr == ""
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 2
+
+
+def test_the_libraries_say_nothing_on_the_command_line() -> None:
+    code = "import sys; from prequant.cli import main; sys.exit(main())"
+    environment = {name: os.environ[name] for name in os.environ if name != "DIFFUSERS_VERBOSITY"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "demo", "--json"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
+    assert done.stderr == ""
+    assert all(step["ok"] for step in json.loads(done.stdout))
