@@ -205,10 +205,10 @@ def _is_numbered(token: str) -> bool:
 
 def _group(linears: list[LinearFacts], scale: RowScale, short: dict[str, int]) -> LinearGroup:
     sample = linears[0]
-    rows = scale.apply(sample.rows)
     token = first_matching_token(sample.name, tuple(short))
-    known = [value for value in (rows, short[token] if token else None) if value is not None]
-    return LinearGroup(sample, len(linears), rows, min(known, default=None))
+    fewest = [scale.fewest(sample.rows), short[token] if token else None]
+    known = [rows for rows in fewest if rows is not None]
+    return LinearGroup(sample, len(linears), scale.apply(sample.rows), min(known, default=None))
 
 
 def _first_match(name: str, rules: Iterable[Rule]) -> Rule | None:

@@ -266,7 +266,7 @@ class FamilySpec(Record):
         measured: schemes for which there is evidence on this family, with the evidence ids.
         inputs: forward arguments of the shape-only probe at the released input sizes.
         short_streams: token to the fewest rows that its Linears can see, for side streams that are
-            empty in some requests.
+            short or empty in some requests.
         fusions: by id, those that its denoisers can have under fused execution.
         tiny: name of the small model of its class.
     """
