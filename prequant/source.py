@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
+from prequant.header import HEADER_FILE
 from quantpolicy.errors import RequestError
 from quantpolicy.inventory.shard import ShardHeader, TensorEntry
 from quantpolicy.inventory.weight_files import CONFIG_FILE, read_headers, read_json_file
+from quantpolicy.match import is_adapter
 from quantpolicy.model_folder import (
     INDEX_FILE,
     cached_snapshot,
@@ -15,11 +19,20 @@ from quantpolicy.model_folder import (
     is_repo_id,
     read_pipeline_index,
 )
+from quantpolicy.paths import exists, is_dir, is_file
 from quantpolicy.plan import ComponentPlan, QuantPlan
+from quantpolicy.record import canonical_json
 from quantpolicy.schemes import ComponentKind
 
+SAMPLE_BYTES = 4096
+_FOREIGN_SEGMENTS = {
+    "_orig_mod": ("is of a compiled model", "save the model before torch.compile"),
+    "base_layer": ("is of a LoRA adapter", "fuse the LoRA, unload it and save the model again"),
+    "base_model": ("is of a LoRA adapter", "fuse the LoRA, unload it and save the model again"),
+}
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class SourceComponent:
     """One dense component on disk.
 
@@ -41,6 +54,24 @@ class SourceComponent:
     def tensors(self) -> dict[str, TensorEntry]:
         """Every tensor by name."""
         return {name: entry for header in self.headers for name, entry in header.tensors.items()}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the config and a sample of every tensor, so that weights are told apart.
+
+        Known before the files are read as a whole, unlike their hashes.
+        """
+        digest = hashlib.sha256(canonical_json(self.config))
+        for header in self.headers:
+            digest.update(f"{header.path.name} {header.file_bytes}".encode())
+            with header.path.open("rb") as file:
+                digest.update(file.read(header.data_offset))
+                for _, entry in sorted(header.tensors.items(), key=lambda item: item[1].start):
+                    nbytes = min(SAMPLE_BYTES, entry.end - entry.start)
+                    middle = (entry.start + entry.end - nbytes) // 2
+                    file.seek(header.data_offset + middle)
+                    digest.update(file.read(nbytes))
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +98,9 @@ def find_model(model: str) -> Path:
         RequestError: there is none.
     """
     path = Path(model).expanduser()
-    if path.is_dir():
+    if is_dir(path):
         return path
-    if not path.exists() and is_repo_id(model):
+    if is_repo_id(model) and not exists(path)(model):
         snapshot = cached_snapshot(model)
         if snapshot is None:
             raise RequestError(
@@ -80,7 +111,7 @@ def find_model(model: str) -> Path:
         return snapshot
     raise RequestError(
         model,
-        "a file" if path.exists() else "no such folder",
+        "a file" if exists(path) else "no such folder",
         remedy="give a diffusers component folder or pipeline folder",
     )
 
@@ -99,7 +130,7 @@ def open_source(source: Path, plan: QuantPlan, component: str | None) -> Source:
     index = index_file(source)
     if index is not None:
         return _open_pipeline(index, plan, component)
-    if not (source / CONFIG_FILE).is_file():
+    if not is_file(source / CONFIG_FILE):
         raise RequestError(
             str(source),
             f"holds neither {CONFIG_FILE} nor {INDEX_FILE}",
@@ -156,6 +187,13 @@ def _component_of(config: dict[str, object], plan: QuantPlan, source: Path) -> s
 
 def _open_pipeline(index_path: Path, plan: QuantPlan, component: str | None) -> Source:
     source = index_path.parent
+    if (source / HEADER_FILE).exists():
+        raise RequestError(
+            str(source),
+            f"holds a {HEADER_FILE}, so it is a baked pipeline",
+            allowed="only dense weights can be baked",
+            remedy="give the dense pipeline that this one was made from",
+        )
     index = read_pipeline_index(index_path)
     opened, notes = [], []
     for name, part in plan.components.items():
@@ -164,7 +202,7 @@ def _open_pipeline(index_path: Path, plan: QuantPlan, component: str | None) -> 
         if component not in (None, name) or not part.layers:
             notes.append(f"{name}: copied dense")
             continue
-        if name not in index.classes or not (source / name).is_dir():
+        if name not in index.classes or not is_dir(source / name):
             raise RequestError(
                 str(source / name),
                 "planned but not in the pipeline folder",
@@ -182,7 +220,25 @@ def _open_component(
 ) -> SourceComponent:
     if not part.layers:
         raise _nothing_to_bake(name, folder)
-    return SourceComponent(name, folder, config, read_headers(folder), part)
+    opened = SourceComponent(name, folder, config, read_headers(folder), part)
+    for tensor in opened.tensors:
+        _refuse_wrapped(tensor, folder)
+    return opened
+
+
+def _refuse_wrapped(tensor: str, folder: Path) -> None:
+    """Refuse a checkpoint of a wrapped model, which diffusers loads with random weights instead."""
+    segments = tensor.split(".")
+    marks = [part for part in segments if part in _FOREIGN_SEGMENTS]
+    if not marks and not is_adapter(tensor):
+        return
+    found, remedy = _FOREIGN_SEGMENTS[marks[0] if marks else "base_layer"]
+    raise RequestError(
+        str(folder),
+        f"its tensor {tensor!r} {found}",
+        allowed="the tensors of the plain model can be baked",
+        remedy=remedy,
+    )
 
 
 def _read_dense_config(folder: Path) -> dict[str, object]:

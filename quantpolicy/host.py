@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Annotated, Self
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from quantpolicy.errors import RequestError, RuleTableError
+from quantpolicy.paths import is_file
 from quantpolicy.record import MAX_SAFE_INTEGER, Record
 from quantpolicy.schemes import Execution, Scheme
 
 PRESETS_FILE = Path(__file__).parent / "data" / "hosts.yaml"
+FP8_DTYPES = ("float8_e4m3fn", "float8_e4m3fnuz")
 
 
 Speed = Annotated[float, Field(gt=0)]
@@ -105,10 +107,17 @@ class Host(Record):
     backend: Backend
     arch: str
     host_class: HostClass
-    memory_bytes: int = Field(ge=1, le=MAX_SAFE_INTEGER)
+    memory_bytes: int = Field(ge=1, le=MAX_SAFE_INTEGER, strict=True)
     fp8_dtype: str
     gemm_limits: tuple[GemmLimit, ...] = ()
     rates: Rates | None = None
+
+    @field_validator("fp8_dtype")
+    @classmethod
+    def _check_fp8_dtype(cls, value: str) -> str:
+        if value not in ("", *FP8_DTYPES):
+            raise ValueError(f"{value!r} is no fp8 type; known: {', '.join(FP8_DTYPES)}, or empty")
+        return value
 
     @model_validator(mode="after")
     def _check_arch(self) -> Self:
@@ -145,7 +154,7 @@ class Host(Record):
         if name in presets:
             return presets[name]
         path = Path(preset_or_file)
-        if not path.is_file():
+        if not is_file(path):
             raise RequestError(
                 f"host {name!r}",
                 "no such preset or file",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from quantpolicy.errors import RequestError
 from quantpolicy.inventory.weight_files import CONFIG_FILE, read_json_file
+from quantpolicy.paths import is_dir, is_file, unreadable
 from quantpolicy.target_parts import kind_of_name
 
 INDEX_FILE = "model_index.json"
@@ -36,16 +37,13 @@ def check_path(path: Path) -> None:
     try:
         path.stat()
     except (OSError, ValueError) as error:
-        found = getattr(error, "strerror", None) or str(error)
-        raise RequestError(
-            str(path), f"cannot be read: {found}", remedy="check the path"
-        ) from error
+        raise unreadable(path, error) from error
 
 
 def index_file(folder: Path) -> Path | None:
     """Return the file that lists a pipeline's components, None when the folder holds none."""
     paths = (folder / INDEX_FILE, folder / MODULAR_INDEX_FILE)
-    return next((path for path in paths if path.is_file()), None)
+    return next((path for path in paths if is_file(path)), None)
 
 
 def read_pipeline_index(path: Path) -> PipelineIndex:
@@ -156,7 +154,7 @@ def component_folders(path: Path, names: Iterable[str]) -> dict[str, Path]:
         RequestError: a folder that an ordinary pipeline names is not there.
     """
     folders = {name: path.parent / name for name in names}
-    missing = [name for name, folder in folders.items() if not folder.is_dir()]
+    missing = [name for name, folder in folders.items() if not is_dir(folder)]
     if missing and path.name == INDEX_FILE:
         raise RequestError(
             str(path.parent),
@@ -168,4 +166,4 @@ def component_folders(path: Path, names: Iterable[str]) -> dict[str, Path]:
 
 def is_component(folder: Path) -> bool:
     """Tell whether the folder holds one component."""
-    return (folder / CONFIG_FILE).is_file()
+    return is_file(folder / CONFIG_FILE)

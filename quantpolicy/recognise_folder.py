@@ -24,6 +24,7 @@ from quantpolicy.model_folder import (
     read_pipeline_index,
     repo_of,
 )
+from quantpolicy.paths import is_dir, list_folder
 from quantpolicy.rule_schema import ComponentSpec
 from quantpolicy.target import Target, TargetComponent
 from quantpolicy.target_parts import (
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 def target_from_path(path: Path, rules: RuleTable) -> Target:
     """Return the target of a folder or a config.json; see ``recognise.target_from``."""
     check_path(path)
-    if path.is_dir():
+    if is_dir(path):
         return _from_folder(path, rules)
     if path.name == CONFIG_FILE:
         return target_from_config(read_json_file(path), rules, where=str(path))
@@ -64,7 +65,7 @@ def _from_folder(folder: Path, rules: RuleTable) -> Target:
         return _from_pipeline_folder(index, rules)
     if is_component(folder):
         return _from_component_folder(folder, rules)
-    gguf = next(folder.glob("*.gguf"), None)
+    gguf = next((path for path in list_folder(folder) if path.suffix == ".gguf"), None)
     if gguf is not None:
         raise _wrong_file(gguf, UNREAD[".gguf"], "give the dense model")
     raise RequestError(

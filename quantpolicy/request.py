@@ -47,7 +47,7 @@ class Request(Record):
     text_encoder: SchemeChoice = SchemeChoice.AUTO
     vae: SchemeChoice = SchemeChoice.AUTO
     execution: Execution = Execution.TORCHAO
-    memory_bytes: int | None = Field(default=None, ge=1, le=MAX_SAFE_INTEGER)
+    memory_bytes: int | None = Field(default=None, ge=1, le=MAX_SAFE_INTEGER, strict=True)
     resolution: str | None = None
     frames: int | None = Field(default=None, ge=1, le=MAX_SAFE_INTEGER)
     min_features: int | None = Field(default=None, ge=1, le=MAX_SAFE_INTEGER)

@@ -18,6 +18,7 @@ from quantpolicy.match import (
     natural_key,
     normalise_name,
 )
+from quantpolicy.paths import is_file
 from quantpolicy.schemes import DTYPE_BYTES
 
 FLOAT_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -70,8 +71,8 @@ def inventory_from_folder(
         CorruptCheckpointError: a file or the index is damaged.
     """
     config = folder / CONFIG_FILE
-    if config.is_file() and "quantization_config" in read_json_file(config):
-        raise _already_quantised(folder, "config.json carries a quantization_config")
+    if is_file(config):
+        check_dense_config(read_json_file(config), str(folder))
     headers = read_headers(folder)
     return inventory_from_headers(
         headers,
@@ -98,7 +99,7 @@ def inventory_from_headers(
     linears, other_bytes = [], 0
     for key, entry in tensors.items():
         if entry.dtype in QUANTISED_DTYPES:
-            raise _already_quantised(Path(where), f"{key} is stored as {entry.dtype}")
+            raise _already_quantised(where, f"{key} is stored as {entry.dtype}")
         name = normalise_name(key)
         if is_adapter(name):
             continue
@@ -133,9 +134,15 @@ def _facts(module: str, entry: TensorEntry, dtype: str, has_bias: bool) -> Linea
     )
 
 
-def _already_quantised(folder: Path, found: str) -> RequestError:
+def check_dense_config(config: Mapping[str, object], where: str) -> None:
+    """Raise a RequestError when a component's configuration says that it is quantised."""
+    if config.get("quantization_config") is not None:
+        raise _already_quantised(where, "config.json carries a quantization_config")
+
+
+def _already_quantised(where: str, found: str) -> RequestError:
     return RequestError(
-        str(folder),
+        where,
         f"already quantised: {found}",
         remedy="use `prequant validate` or `prequant load`, or give the dense model",
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from quantpolicy.errors import CorruptCheckpointError, Mismatch, RequestError
 from quantpolicy.inventory.shard import ShardHeader, read_header
 from quantpolicy.json_source import parse_json_object
+from quantpolicy.paths import is_file, list_folder, unreadable
 
 CONFIG_FILE = "config.json"
 _WEIGHT_FILE = re.compile(
@@ -55,9 +56,7 @@ def read_json_file(path: Path) -> dict[str, object]:
     try:
         return parse_json_object(path.read_bytes())
     except OSError as error:
-        raise RequestError(
-            str(path), f"cannot be read: {error.strerror}", remedy="check the path"
-        ) from error
+        raise unreadable(path, error) from error
     except ValueError as error:
         raise RequestError(
             str(path), f"not JSON: {error}", remedy="restore the file as it was published"
@@ -74,7 +73,7 @@ def find_weights(folder: Path, variant: str = "") -> WeightFiles:
         RequestError: no safetensors file is there, or it is not clear which ones are meant.
         CorruptCheckpointError: the index is malformed.
     """
-    names = sorted(path.name for path in folder.iterdir())
+    names = [path.name for path in list_folder(folder)]
     matches = [match for match in map(_WEIGHT_FILE.fullmatch, names) if match]
     if not matches:
         raise _no_weights(folder, names)
@@ -153,7 +152,7 @@ def _indexed(folder: Path, index_name: str, shards: Sequence[str]) -> WeightFile
         weight_map,
         total_size if isinstance(total_size, int) else None,
         strays=tuple(sorted(set(shards) - set(named))),
-        missing=tuple(name for name in named if not (folder / name).is_file()),
+        missing=tuple(name for name in named if not is_file(folder / name)),
     )
 
 

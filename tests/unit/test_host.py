@@ -107,6 +107,11 @@ def test_an_unknown_host_names_the_presets() -> None:
         ("arch: [", "host.yaml:7.*not YAML"),
         ("arch: sm90\nmemory_bytes: 9007199254740992", "memory_bytes: integer 9007199254740992"),
         ("", "arch"),
+        ("arch: sm90\nmemory_bytes: true", "memory_bytes: true where a whole number is meant"),
+        ("arch: sm90\nrates: {launch_us: .nan}", "'.nan' is a number to some YAML readers"),
+        ("arch: sm90\nrates: {source: 2026-13-45}", "required key"),
+        ("arch: sm90\narch: sm90", "key 'arch' is already given in line 6"),
+        ("arch: " + "[" * 5000, "nested deeper than 64|maximum nesting depth"),
     ],
 )
 def test_a_malformed_host_file_is_one_sentence(tmp_path, line: str, message: str) -> None:
@@ -153,6 +158,27 @@ def test_every_fault_of_a_host_file_is_told_with_its_line(tmp_path) -> None:
 def test_integers_that_canonical_json_lacks_are_refused(record, values) -> None:
     with pytest.raises(ValidationError, match="less than or equal to 9007199254740991"):
         record.model_validate(values)
+
+
+@pytest.mark.parametrize("fp8_dtype", ["float8_e5m2", "fp8", "float8_e4m3fn "])
+def test_an_unknown_fp8_type_is_refused(fp8_dtype: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Host.model_validate({**Host.load("cpu").model_dump(), "fp8_dtype": fp8_dtype})
+    assert [item["msg"] for item in caught.value.errors()] == [
+        f"Value error, '{fp8_dtype}' is no fp8 type; known: float8_e4m3fn, float8_e4m3fnuz,"
+        " or empty"
+    ]
+
+
+def test_a_boolean_is_no_amount_of_memory() -> None:
+    with pytest.raises(ValidationError, match="valid integer"):
+        Host.model_validate({**Host.load("cpu").model_dump(), "memory_bytes": True})
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
+def test_a_host_name_that_is_no_path_is_one_sentence(name: str) -> None:
+    with pytest.raises(RequestError, match="cannot be read: "):
+        Host.load(name)
 
 
 def test_presets_are_read_without_libyaml(monkeypatch) -> None:
