@@ -24,8 +24,13 @@ def write_notes(
             "the class is in no family of the table: the generic rules apply, and nothing is "
             "measured"
         )
-        if case.request.resolution or case.request.frames:
-            notes.append("resolution and frames are not used: no geometry is known for this class")
+    elif all(part.kind is not ComponentKind.DENOISER for part in components.values()):
+        notes.append(
+            f"no denoiser is here: {case.target.family} is the family whose rules apply, not a "
+            "claim about the model that this component belongs to"
+        )
+    if case.workload is None and (case.request.resolution or case.request.frames):
+        notes.append("resolution and frames are not used: no geometry is known for this class")
     for outcome in outcomes.values():
         notes += outcome.notes
     for name, component in components.items():

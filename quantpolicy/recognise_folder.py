@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from quantpolicy.errors import RequestError
 from quantpolicy.family_match import Clues, FamilyMatch, effective_config, find_family
-from quantpolicy.inventory.headers import inventory_from_folder
+from quantpolicy.inventory.headers import check_dense_config, inventory_from_folder
 from quantpolicy.inventory.model import Inventory
 from quantpolicy.inventory.shipped import load_inventory
 from quantpolicy.inventory.weight_files import CONFIG_FILE, UNREAD, read_json_file
@@ -24,7 +24,7 @@ from quantpolicy.model_folder import (
     read_pipeline_index,
     repo_of,
 )
-from quantpolicy.paths import is_dir, list_folder
+from quantpolicy.paths import is_dir, is_file, list_folder
 from quantpolicy.rule_schema import ComponentSpec
 from quantpolicy.target import Target, TargetComponent
 from quantpolicy.target_parts import (
@@ -83,10 +83,12 @@ def _from_pipeline_folder(path: Path, rules: RuleTable) -> Target:
     clues = pipeline_clues(index, str(path.parent))
     config = read_json_file(folders[clues.denoisers[0]] / CONFIG_FILE)
     match = find_family(replace(clues, config=config), rules)
+    planned = {name: part for name, part in folders.items() if is_planned(name, match, rules)}
+    for name, folder in planned.items():
+        _check_class(folder, name, index.classes[name], path)
     components = {
         name: _folder_component(folder, name, index.classes[name], match, rules)
-        for name, folder in folders.items()
-        if is_planned(name, match, rules)
+        for name, folder in planned.items()
     }
     return Target(
         family=match.family,
@@ -94,6 +96,18 @@ def _from_pipeline_folder(path: Path, rules: RuleTable) -> Target:
         recognised_by=match.how,
         components=in_order(components),
     )
+
+
+def _check_class(folder: Path, name: str, class_name: str, index: Path) -> None:
+    """Refuse a component whose configuration names another diffusers class than the index."""
+    config = folder / CONFIG_FILE
+    own = read_json_file(config).get("_class_name", class_name) if is_file(config) else class_name
+    if own != class_name:
+        raise RequestError(
+            str(config),
+            f"names class {own}, but {index.name} says that the {name} is a {class_name}",
+            remedy="restore the folder as it was published",
+        )
 
 
 def _from_component_folder(folder: Path, rules: RuleTable) -> Target:
@@ -127,6 +141,7 @@ def _folder_component(
 def target_from_config(config: Mapping[str, object], rules: RuleTable, *, where: str) -> Target:
     """Return the target of one component's configuration; see ``recognise.target_from``."""
     class_name = class_name_of(config, where)
+    check_dense_config(config, where)
     match = find_family(Clues(where, class_name, config, repo=repo_of(config)), rules)
     name = component_name(match, "", class_name, rules)
     spec = spec_for(match, name, class_name, rules)

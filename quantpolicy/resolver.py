@@ -101,7 +101,10 @@ def resolve_target(target: Target, host: Host, request: Request, rules: RuleTabl
 
 def _open_case(target: Target, host: Host, request: Request, rules: RuleTable) -> Case:
     family = rules.families.get(target.family)
-    geometry = family.geometry if family is not None else None
+    has_denoiser = any(
+        component.kind is ComponentKind.DENOISER for component in target.components.values()
+    )
+    geometry = family.geometry if family is not None and has_denoiser else None
     workload, scale = plan_workload(geometry, request, target.family)
     short_streams = family.short_streams if family is not None else {}
     family_rules = rules.rules_for(target.family)

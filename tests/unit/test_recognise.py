@@ -14,8 +14,10 @@ import pytest
 
 from quantpolicy.errors import CorruptCheckpointError, RequestError
 from quantpolicy.family_match import Clues, effective_config, find_family
+from quantpolicy.host import Host
 from quantpolicy.inventory.shipped import load_inventory
 from quantpolicy.recognise import target_from
+from quantpolicy.resolver import resolve
 from quantpolicy.rules import RuleTable, load_rules
 from quantpolicy.schemes import ComponentKind
 from quantpolicy.target import Target
@@ -161,6 +163,68 @@ def test_second_expert_alone_keeps_its_name(
     assert list(target_from(folder / "transformer_2", rules).components) == ["transformer_2"]
     renamed = Path(shutil.copytree(folder / "transformer", tmp_path / "expert"))
     assert list(target_from(renamed, rules).components) == ["transformer"]
+
+
+def _with_config(folder: Path, change: dict[str, object]) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    return path
+
+
+def test_a_component_of_another_class_than_the_index_says(
+    rules: RuleTable, copy_of: Callable[[str], Path]
+) -> None:
+    folder = copy_of("flux.1")
+    for name, own, listed in (
+        ("vae", "AutoencoderKLWan", "AutoencoderKL"),
+        ("transformer", "WanTransformer3DModel", "FluxTransformer2DModel"),
+    ):
+        path = _with_config(folder / name, {"_class_name": own})
+        with pytest.raises(RequestError) as caught:
+            target_from(folder, rules)
+        assert caught.value.where == str(path)
+        assert caught.value.found == (
+            f"names class {own}, but model_index.json says that the {name} is a {listed}"
+        )
+
+
+def test_a_quantised_config_is_refused_as_a_file_and_in_a_folder(
+    rules: RuleTable, copy_of: Callable[[str], Path]
+) -> None:
+    folder = copy_of("flux.1") / "transformer"
+    path = _with_config(folder, {"quantization_config": {"quant_method": "torchao"}})
+    for model in (path, folder, json.loads(path.read_text())):
+        with pytest.raises(RequestError) as caught:
+            target_from(model, rules)
+        assert caught.value.found == (
+            "already quantised: config.json carries a quantization_config"
+        )
+    _with_config(folder, {"quantization_config": None})
+    assert target_from(path, rules).family == "flux.1"
+    assert target_from(folder, rules).family == "flux.1"
+
+
+def test_a_byte_order_mark_in_a_config_is_accepted(
+    rules: RuleTable, copy_of: Callable[[str], Path]
+) -> None:
+    path = copy_of("flux.1") / "transformer" / "config.json"
+    path.write_text(path.read_text(), encoding="utf-8-sig")
+    assert target_from(path.parent, rules).family == "flux.1"
+
+
+def test_a_component_without_a_denoiser_has_no_workload(
+    rules: RuleTable, pipelines: Callable[[str], Path]
+) -> None:
+    host = Host.load("h200")
+    note = (
+        "no denoiser is here: flux.1 is the family whose rules apply, not a claim about the model"
+        " that this component belongs to"
+    )
+    folder = pipelines("flux.1")
+    alone = resolve(folder / "vae", host=host)
+    whole = resolve(folder, host=host)
+    assert (alone.workload, whole.workload is None) == (None, False)
+    assert (note in alone.notes, note in whole.notes) == (True, False)
 
 
 def test_vae_folder_alone(rules: RuleTable, pipelines: Callable[[str], Path]) -> None:
