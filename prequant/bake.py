@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,17 +21,21 @@ from prequant.header import (
     FORMAT,
     FORMAT_VERSION,
     HEADER_FILE,
+    INDEX_FILE,
     Counts,
     FileIdentity,
     Header,
     ShardIdentity,
     SourceIdentity,
 )
-from prequant.layout import INDEX_FILE, ShardLayout, index_json, lay_out
+from prequant.layout import ShardLayout, index_json, lay_out
+from prequant.manifest import ComponentIdentity, Manifest
+from prequant.names import check_names
 from prequant.report import BakedComponent, BakeReport
 from prequant.source import Source, SourceComponent, find_model, open_source
 from prequant.staging import check_out, check_space, staged
 from prequant.stream import WrittenShard, stream_shards
+from prequant.tree import hash_file, read_tree
 from quantpolicy.errors import Mismatch, PlanMismatchError, RequestError
 from quantpolicy.inventory.weight_files import CONFIG_FILE, PICKLE_SUFFIXES
 from quantpolicy.model_folder import is_repo_id, repo_of
@@ -71,12 +74,14 @@ def bake(
     """
     started = time.monotonic()
     source_path, out_path = find_model(os.fspath(source)), Path(out)
-    opened = open_source(source_path, plan, component)
     check_out(source_path, out_path, force=force)
+    opened = open_source(source_path, plan, component)
+    copies = dict(_pipeline_files(opened)) if opened.is_pipeline else {}
     layouts = [(part, lay_out(part)) for part in opened.components]
-    copies = list(_pipeline_files(opened)) if opened.is_pipeline else []
+    for part in opened.components:
+        check_names(part)
     shard_bytes = sum(shard.file_bytes for _, shards in layouts for shard in shards)
-    copy_bytes = sum(path.stat().st_size for path in copies)
+    copy_bytes = sum(path.stat().st_size for path in copies.values())
     check_space(out_path, shard_bytes + copy_bytes)
     total = sum(shard.source.file_bytes for _, shards in layouts for shard in shards) + copy_bytes
     tell = _Progress(progress, total)
@@ -88,8 +93,9 @@ def bake(
             baked = _bake_component(part, shards, target, plan, tell.add)
             final = out_path / part.name if opened.is_pipeline else out_path
             components[part.name] = baked.model_copy(update={"folder": str(final)})
-        for path in copies:
-            _copy(path, folder / path.relative_to(opened.folder), tell.add)
+        files = {name: _copy(path, folder / name, tell.add) for name, path in copies.items()}
+        if opened.is_pipeline:
+            _write(folder / HEADER_FILE, _manifest(folder, plan, components, files).to_bytes())
         written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     tell.finish()
     return BakeReport(
@@ -100,6 +106,24 @@ def bake(
         written_bytes=written,
         seconds=time.monotonic() - started,
         notes=opened.notes,
+    )
+
+
+def _manifest(
+    folder: Path,
+    plan: QuantPlan,
+    components: dict[str, BakedComponent],
+    files: dict[str, FileIdentity],
+) -> Manifest:
+    identities = {
+        name: ComponentIdentity(
+            weights_digest=part.weights_digest,
+            header_sha256=hash_file(folder / name / HEADER_FILE),
+        )
+        for name, part in components.items()
+    }
+    return Manifest.sealed(
+        family=plan.family, plan_digest=plan.plan_digest, components=identities, files=files
     )
 
 
@@ -123,16 +147,25 @@ def _bake_component(
     plan: QuantPlan,
     progress: Callable[[int], None],
 ) -> BakedComponent:
-    written = stream_shards(shards, folder, part.plan.settings, progress)
+    try:
+        written = stream_shards(shards, folder, part.plan.settings, progress)
+    except PlanMismatchError as error:
+        raise PlanMismatchError(
+            str(part.folder),
+            error.mismatches,
+            remedy="repair or download the dense checkpoint again",
+        ) from error
     config = {**part.config, "quantization_config": quantization_config(part.plan)}
     _write(folder / CONFIG_FILE, json.dumps(config, indent=2).encode() + b"\n")
     if len(shards) > 1:
         _write(folder / INDEX_FILE, index_json(shards))
-    for path in sorted(part.folder.iterdir()):
-        if _is_companion(path):
-            _copy(path, folder / path.name, progress)
+    files = {
+        path.name: _copy(path, folder / path.name, progress)
+        for path in sorted(part.folder.iterdir())
+        if _is_companion(path)
+    }
     counts = _count(part, shards, folder)
-    header = _header(part, shards, written, plan, config, counts)
+    header = _header(part, shards, written, plan, config, files, counts)
     _write(folder / HEADER_FILE, header.to_bytes())
     return BakedComponent(
         name=part.name,
@@ -151,6 +184,7 @@ def _header(
     written: list[WrittenShard],
     plan: QuantPlan,
     config: dict[str, object],
+    companions: dict[str, FileIdentity],
     counts: Counts,
 ) -> Header:
     files = {
@@ -181,6 +215,7 @@ def _header(
             config_digest=config_digest,
             files=files,
             digest=SourceIdentity.digest_of(config_digest, files),
+            fingerprint=part.fingerprint,
         ),
         shards={
             done.file_name: ShardIdentity(
@@ -191,6 +226,7 @@ def _header(
             )
             for shard, done in zip(shards, written, strict=True)
         },
+        files=companions,
         counts=counts,
         versions={name: _version(name) for name in PACKAGES},
     )
@@ -228,39 +264,50 @@ def _is_companion(path: Path) -> bool:
     """Tell whether a file beside the weights (a licence, a readme) goes along."""
     return (
         path.is_file()
-        and path.suffix not in _WEIGHT_SUFFIXES
+        and path.suffix.lower() not in _WEIGHT_SUFFIXES
         and path.name not in (CONFIG_FILE, HEADER_FILE)
         and not path.name.endswith(".index.json")
         and not path.name.startswith(".")
     )
 
 
-def _pipeline_files(source: Source) -> Iterator[Path]:
-    """Yield the files of a pipeline that are copied as they are."""
-    baked = {part.folder for part in source.components}
-    for path in sorted(source.folder.rglob("*")):
-        if not path.is_file() or any(parent in baked for parent in path.parents):
-            continue
-        if any(name.startswith(".") for name in path.relative_to(source.folder).parts):
-            continue
-        if path.suffix in PICKLE_SUFFIXES:
-            if not any(path.parent.glob("*.safetensors")):
-                raise RequestError(
-                    str(path),
-                    "is a pickle file, which is neither read nor written",
-                    remedy="save this component as safetensors first",
-                )
-            continue
-        yield path
+def _pipeline_files(source: Source) -> Iterator[tuple[str, Path]]:
+    """Yield the files of a pipeline that are copied as they are, by relative name.
+
+    Links are followed, so that the copy stands alone.
+    """
+    baked = {part.name for part in source.components}
+    tree = read_tree(source.folder, skip=baked, hidden=False)
+    for name, found in tree.broken.items():
+        raise RequestError(
+            str(source.folder / name),
+            f"is {found}",
+            remedy="complete the download, or remove it from the pipeline folder",
+        )
+    for name, path in tree.files.items():
+        if path.suffix.lower() not in PICKLE_SUFFIXES:
+            yield name, path
+        elif not any(path.parent.glob("*.safetensors")):
+            raise RequestError(
+                str(path),
+                "is a pickle file, which is neither read nor written",
+                remedy="save this component as safetensors first",
+            )
 
 
-def _copy(path: Path, target: Path, progress: Callable[[int], None]) -> None:
+def _copy(path: Path, target: Path, progress: Callable[[int], None]) -> FileIdentity:
     target.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    nbytes = 0
     with path.open("rb") as reader, target.open("wb") as writer:
-        shutil.copyfileobj(reader, writer, _COPY_BYTES)
+        while piece := reader.read(_COPY_BYTES):
+            digest.update(piece)
+            writer.write(piece)
+            nbytes += len(piece)
         writer.flush()
         os.fsync(writer.fileno())
-    progress(path.stat().st_size)
+    progress(nbytes)
+    return FileIdentity(bytes=nbytes, sha256=digest.hexdigest())
 
 
 def _write(path: Path, content: bytes) -> None:

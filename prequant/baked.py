@@ -60,7 +60,7 @@ class BakedFiles:
     """What lies in a baked component's folder.
 
     Args:
-        config: its config.json.
+        config: its config.json, None when it cannot be read.
         headers: of its safetensors files; empty when they cannot be read.
         weights: quantised weights by module name.
         dense: every other tensor by name.
@@ -68,7 +68,7 @@ class BakedFiles:
     """
 
     folder: Path
-    config: dict[str, object]
+    config: dict[str, object] | None
     headers: tuple[ShardHeader, ...]
     weights: dict[str, StoredWeight]
     dense: dict[str, TensorEntry]
@@ -96,7 +96,7 @@ class BakedFiles:
 
 def read_baked_files(folder: Path, faults: list[Mismatch]) -> BakedFiles:
     """Read config and shard headers; what cannot be read is added to ``faults``."""
-    config: dict[str, object] = {}
+    config: dict[str, object] | None = None
     headers: tuple[ShardHeader, ...] = ()
     try:
         config = read_json_file(folder / CONFIG_FILE)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 app = new_app("prequant", "Bake, validate and inspect pre-quantised checkpoints.")
 
 BakedArgument = Annotated[
-    Path, typer.Argument(metavar="OUT", help="Folder that bake wrote.", show_default=False)
+    str, typer.Argument(metavar="OUT", help="Folder that bake wrote.", show_default=False)
 ]
 
 
@@ -38,11 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None takes the process's.
     """
     return run_app(app, argv, "prequant")
-
-
-@app.callback()
-def _root() -> None:
-    pass
 
 
 @app.command()
@@ -71,9 +66,13 @@ def bake(
     """Write OUT with the weights quantised that the plan for the host lists."""
     del debug
     target = _only_one(out)
+    if plan is not None:
+        options.refuse_beside("--plan", "a plan holds its own host and request")
     from prequant.source import find_model
+    from prequant.staging import check_out
 
     source = find_model(model)
+    check_out(source, target, force=force)
     from prequant.bake import bake as bake_folder
     from quantpolicy.plan import QuantPlan
     from quantpolicy.resolver import resolve

@@ -11,9 +11,18 @@ from pathlib import Path
 
 from prequant.baked import BakedFiles, StoredWeight
 from prequant.forms import TENSOR_CLASSES, part_forms
-from prequant.header import FORMAT, HEADER_FILE, Header, SourceIdentity
+from prequant.header import (
+    FORMAT,
+    HEADER_FILE,
+    SHARD_COMPONENT,
+    SHARD_SOURCE,
+    Header,
+    SourceIdentity,
+)
+from prequant.tree import identity_faults, read_tree, stray_faults
 from quantpolicy.errors import Mismatch, RequestError
-from quantpolicy.inventory.weight_files import CONFIG_FILE, PICKLE_SUFFIXES, find_weights
+from quantpolicy.inventory.shard import ShardHeader
+from quantpolicy.inventory.weight_files import CONFIG_FILE, find_weights
 from quantpolicy.json_source import parse_json
 from quantpolicy.match import natural_key
 from quantpolicy.plan import ComponentPlan, QuantPlan
@@ -70,16 +79,22 @@ def read_plan(header: Header, faults: list[Mismatch]) -> QuantPlan | None:
     return plan
 
 
-def file_faults(files: BakedFiles, header: Header) -> Iterator[Mismatch]:
-    """Yield where the files are not those that the header lists."""
-    if files.config and sha256_of(files.config) != header.config_digest:
+def file_faults(files: BakedFiles, header: Header, *, full: bool = False) -> Iterator[Mismatch]:
+    """Yield where the files are not those that the header lists.
+
+    Args:
+        full: also hash what was copied and is large.
+    """
+    if files.config is not None and sha256_of(files.config) != header.config_digest:
         found = sha256_of(files.config)
         yield Mismatch("config_digest", CONFIG_FILE, header.config_digest, found)
-    if files.config and files.config.get("_class_name") != header.class_name:
+    if files.config is not None and files.config.get("_class_name") != header.class_name:
         found = str(files.config.get("_class_name"))
         yield Mismatch("class_name", CONFIG_FILE, header.class_name, found)
     yield from _stray_files(files.folder, header)
+    yield from identity_faults(files.folder, header.files, full=full)
     for shard in files.headers:
+        yield from _origin_faults(shard, header)
         identity = header.shards.get(shard.path.name)
         if identity is None:
             continue
@@ -97,15 +112,22 @@ def file_faults(files: BakedFiles, header: Header) -> Iterator[Mismatch]:
 
 
 def _stray_files(folder: Path, header: Header) -> Iterator[Mismatch]:
-    names = {path.name for path in folder.iterdir() if path.is_file()}
-    for name in sorted(header.shards.keys() - names):
+    tree = read_tree(folder)
+    for name in sorted(header.shards.keys() - tree.files.keys()):
         yield Mismatch("shard_missing", name, "a shard that the header lists", "no such file")
-    for name in sorted(names - header.shards.keys()):
-        suffix = Path(name).suffix
-        if suffix == ".safetensors":
-            yield Mismatch("shard_stray", name, "no such file", "a shard the header does not list")
-        elif suffix in PICKLE_SUFFIXES:
-            yield Mismatch("pickle_stray", name, "no such file", "a pickle file")
+    yield from stray_faults(tree, header.file_names)
+
+
+def _origin_faults(shard: ShardHeader, header: Header) -> Iterator[Mismatch]:
+    """Yield where a shard was made for another component or from other weights."""
+    pairs = {
+        "shard_component": (SHARD_COMPONENT, header.component),
+        "shard_source": (SHARD_SOURCE, header.source.fingerprint),
+    }
+    for code, (key, expected) in pairs.items():
+        found = shard.metadata.get(key, "")
+        if found != expected:
+            yield Mismatch(code, shard.path.name, expected, found or "nothing")
 
 
 def _prefix_digest(path: Path, nbytes: int) -> str:

@@ -6,13 +6,14 @@ Every field is required. ``header_digest`` covers all the others, so that any ch
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from quantpolicy.errors import CorruptCheckpointError, Mismatch, RequestError
+from quantpolicy.errors import CorruptCheckpointError, Mismatch
 from quantpolicy.host import Host
+from quantpolicy.inventory.weight_files import CONFIG_FILE
 from quantpolicy.json_source import parse_json_object
 from quantpolicy.plan import SchemeSettings
 from quantpolicy.record import Record, sha256_of
@@ -21,6 +22,9 @@ from quantpolicy.schemes import Scheme
 HEADER_FILE = "quantpolicy.json"
 FORMAT = "prequant"
 FORMAT_VERSION = 1
+WEIGHTS_STEM = "diffusion_pytorch_model"
+SHARD_COMPONENT, SHARD_SOURCE = "quantpolicy.component", "quantpolicy.source"
+INDEX_FILE = f"{WEIGHTS_STEM}.safetensors.index.json"
 REBAKE = "bake the component again with `prequant bake`"
 
 
@@ -40,6 +44,7 @@ class SourceIdentity(Record):
         config_digest: SHA-256 of its config.json as canonical JSON.
         files: its safetensors files.
         digest: SHA-256 over the files and the config.
+        fingerprint: SHA-256 over the config and a sample of every tensor; the shards carry it.
     """
 
     repo: str
@@ -47,6 +52,7 @@ class SourceIdentity(Record):
     config_digest: str
     files: dict[str, FileIdentity]
     digest: str
+    fingerprint: str
 
     @staticmethod
     def digest_of(config_digest: str, files: Mapping[str, FileIdentity]) -> str:
@@ -98,6 +104,7 @@ class Header(Record):
         plan: the whole plan, digests included.
         weights_digest: of this component.
         config_digest: SHA-256 of the baked config.json as canonical JSON.
+        files: what was copied beside the weights, such as a licence.
         versions: of the packages that made the bytes.
     """
 
@@ -119,6 +126,7 @@ class Header(Record):
     plan: dict[str, object]
     source: SourceIdentity
     shards: dict[str, ShardIdentity]
+    files: dict[str, FileIdentity]
     counts: Counts
     versions: dict[str, str]
     header_digest: str
@@ -134,39 +142,16 @@ class Header(Record):
         """SHA-256 over every field but ``header_digest``."""
         return sha256_of(self.model_dump(mode="json", exclude={"header_digest"}))
 
+    @property
+    def file_names(self) -> frozenset[str]:
+        """Every file of the component's folder."""
+        index = (INDEX_FILE,) if len(self.shards) > 1 else ()
+        return frozenset({HEADER_FILE, CONFIG_FILE, *index, *self.shards, *self.files})
+
     def to_bytes(self) -> bytes:
         """Return the file's content: JSON with sorted keys."""
         text = json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True)
         return text.encode() + b"\n"
-
-
-def find_components(folder: Path) -> dict[str, Path]:
-    """Return the baked components of a folder: itself (under ""), or a pipeline's by name."""
-    if (folder / HEADER_FILE).is_file():
-        return {"": folder}
-    return {
-        child.name: child
-        for child in sorted(folder.iterdir())
-        if child.is_dir() and (child / HEADER_FILE).is_file()
-    }
-
-
-def open_baked(folder: Path) -> dict[str, Path]:
-    """Return the baked components of a folder that must have some; see ``find_components``.
-
-    Raises:
-        RequestError: there is no such folder.
-        CorruptCheckpointError: it holds no baked component.
-    """
-    remedy = "give a folder that `prequant bake` wrote"
-    if not folder.is_dir():
-        found = "a file" if folder.exists() else "no such folder"
-        raise RequestError(str(folder), found, remedy=remedy)
-    components = find_components(folder)
-    if not components:
-        fault = Mismatch("header_missing", HEADER_FILE, "a header", "no such file")
-        raise CorruptCheckpointError(str(folder), (fault,), remedy=remedy)
-    return components
 
 
 def read_baked_header(folder: Path) -> Header:
@@ -197,14 +182,17 @@ def parse_header(folder: Path, faults: list[Mismatch]) -> Header | None:
         sha256_of(header.model_dump(mode="json"))
         return header
     except ValidationError as error:
-        for item in error.errors():
-            field = ".".join(str(part) for part in item["loc"])
-            code = {
-                "missing": "header_field_missing",
-                "extra_forbidden": "header_field_unknown",
-            }.get(item["type"], "header_field")
-            faults.append(Mismatch(code, field, "the field as baked", str(item["msg"])))
+        faults.extend(field_faults(error, "header"))
         return None
     except ValueError as error:  # a float that became an integer beyond 2^53
         faults.append(Mismatch("header_field", HEADER_FILE, "exact numbers", str(error)))
         return None
+
+
+def field_faults(error: ValidationError, what: str) -> Iterator[Mismatch]:
+    """Yield the fields that a header or manifest lacks, has too many or has wrong."""
+    codes = {"missing": f"{what}_field_missing", "extra_forbidden": f"{what}_field_unknown"}
+    for item in error.errors():
+        field = ".".join(str(part) for part in item["loc"])
+        code = codes.get(item["type"], f"{what}_field")
+        yield Mismatch(code, field, "the field as baked", str(item["msg"]))

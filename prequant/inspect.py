@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from prequant.header import Counts, Header, open_baked, read_baked_header
+from prequant.header import Counts, Header, read_baked_header
+from prequant.manifest import open_baked
 from quantpolicy.plan import SchemeSettings
 from quantpolicy.record import Record
 from quantpolicy.schemes import Scheme
@@ -48,7 +49,8 @@ def inspect(folder: str | os.PathLike[str]) -> dict[str, InspectedComponent]:
         RequestError: there is no such folder.
         CorruptCheckpointError: it holds no header, or one that does not parse.
     """
-    headers = [(child, read_baked_header(child)) for child in open_baked(Path(folder)).values()]
+    components = open_baked(folder).components.values()
+    headers = [(child, read_baked_header(child)) for child in components]
     return {header.component: _inspected(child, header) for child, header in headers}
 
 

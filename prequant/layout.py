@@ -22,6 +22,7 @@ from prequant.encode import (
     encode_weight,
     part_name,
 )
+from prequant.header import SHARD_COMPONENT, SHARD_SOURCE, WEIGHTS_STEM
 from prequant.source import SourceComponent
 from quantpolicy.errors import Mismatch, PlanMismatchError
 from quantpolicy.inventory.headers import FLOAT_DTYPES, QUANTISED_DTYPES, loaded_dtype
@@ -29,8 +30,6 @@ from quantpolicy.inventory.shard import LENGTH_BYTES, METADATA_KEY, ShardHeader,
 from quantpolicy.match import block_pattern, normalise_name
 from quantpolicy.plan import ComponentPlan, KeptLayer, PlannedLayer
 
-WEIGHTS_STEM = "diffusion_pytorch_model"
-INDEX_FILE = f"{WEIGHTS_STEM}.safetensors.index.json"
 _ALIGNMENT = 4
 
 
@@ -119,7 +118,11 @@ def lay_out(component: SourceComponent) -> tuple[ShardLayout, ...]:
         [_job(name, entry, component.plan, planned) for name, entry in header.tensors.items()]
         for header in component.headers
     ]
-    metadata = _torchao_metadata([job for jobs in jobs_by_shard for job in jobs])
+    metadata = {
+        **_torchao_metadata([job for jobs in jobs_by_shard for job in jobs]),
+        SHARD_COMPONENT: component.name,
+        SHARD_SOURCE: component.fingerprint,
+    }
     count = len(component.headers)
     return tuple(
         _shard(header, _file_name(number, count), jobs, metadata)

@@ -14,11 +14,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from prequant.header import Header, find_components
+from prequant.header import Header
+from prequant.manifest import open_baked
 from prequant.skeleton import build_skeleton, fill_skeleton, model_class
-from prequant.validate import Findings, Standard, check_component, raise_findings
+from prequant.tree import hash_file
+from prequant.validate import (
+    Findings,
+    Standard,
+    check_component,
+    check_pipeline,
+    raise_findings,
+)
 from quantpolicy.errors import Mismatch, PlanMismatchError, RequestError
-from quantpolicy.inventory.weight_files import CONFIG_FILE, read_json_file
+from quantpolicy.inventory.weight_files import CONFIG_FILE, find_weights, read_json_file
 from quantpolicy.plan import ComponentPlan, QuantPlan
 from quantpolicy.record import Record, sha256_of
 from quantpolicy.resolver import resolve
@@ -98,17 +106,24 @@ def load(
         PlanMismatchError: the device does not run the scheme's GEMM.
     """
     policy = _on_stale(on_stale)
-    path = _component_folder(Path(folder), component)
+    target = _device(device)
+    path = _component_folder(folder, component)
     standard = Standard(host=host, request=request, rules=rules)
     findings = check_component(path, standard)
     stale = tuple(findings.stale)
     if findings.corrupt or (stale and policy is OnStale.RAISE):
         raise_findings(path, [findings])
     assert findings.header is not None
-    target = torch.device(device)
+    if component is not None and findings.header.component != component:
+        raise RequestError(
+            str(path),
+            f"is the component {findings.header.component!r}, not {component!r}",
+            remedy="leave component= out, or give the folder of that component",
+        )
     if stale:
         return _requantise(findings, findings.header, source, target, standard)
     assert findings.files is not None
+    assert findings.files.config is not None
     assert findings.expected is not None
     header, plan = findings.header, findings.expected
     part = plan.components[header.component]
@@ -133,13 +148,27 @@ def _on_stale(value: str) -> OnStale:
         ) from error
 
 
-def _component_folder(folder: Path, component: str | None) -> Path:
-    if not folder.is_dir():
-        found = "a file" if folder.exists() else "no such folder"
-        raise RequestError(str(folder), found, remedy="give a folder that `prequant bake` wrote")
-    baked = find_components(folder)
-    if "" in baked or not baked:
-        return folder
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        target = torch.device(device)
+        torch.empty(0, device=target)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise RequestError(
+            "device",
+            f"{str(device)!r} cannot be used: {reason}",
+            remedy="give a device that this machine has, such as cpu",
+        ) from error
+    return target
+
+
+def _component_folder(folder: str | os.PathLike[str], component: str | None) -> Path:
+    """Return the folder of the component; of a pipeline, the rest is checked too."""
+    opened = open_baked(folder)
+    baked = opened.components
+    if opened.manifest is None:
+        return opened.folder
+    raise_findings(opened.folder, [check_pipeline(opened)])
     if component is None and len(baked) == 1:
         return next(iter(baked.values()))
     if component not in baked:
@@ -213,7 +242,31 @@ def _dense_folder(source: Path, header: Header) -> Path:
             "its config.json is not the one that was baked",
             remedy="give the dense component that it was baked from",
         )
+    _check_source_files(folder, header)
     return folder
+
+
+def _check_source_files(folder: Path, header: Header) -> None:
+    """Refuse weights that are not those that were baked: by name and size first, then by hash."""
+    listed = header.source.files
+    paths = {path.name: path for path in find_weights(folder).files}
+    found = ""
+    if paths.keys() != listed.keys():
+        found = f"its weight files are not {', '.join(sorted(listed))}"
+    for name in sorted(listed.keys() & paths.keys()):
+        found = found or _size_fault(name, paths[name], listed[name].bytes)
+    for name in sorted(listed):
+        if not found and hash_file(paths[name]) != listed[name].sha256:
+            found = f"{name} holds other bytes than were baked"
+    if found:
+        raise RequestError(
+            str(folder), found, remedy="give the dense component that it was baked from"
+        )
+
+
+def _size_fault(name: str, path: Path, expected: int) -> str:
+    nbytes = path.stat().st_size if path.is_file() else 0
+    return "" if nbytes == expected else f"{name} has {nbytes} bytes, {expected} were baked"
 
 
 def _report(

@@ -148,6 +148,22 @@ def _slots(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     return {name: places[id(tensor)] for name, tensor in _tensors(model)}
 
 
+def tensor_names(model: nn.Module) -> tuple[set[str], list[set[str]]]:
+    """Return the names that a file may hold, and in groups of aliases those that it must hold."""
+    groups: dict[int, set[str]] = {}
+    for name, tensor in _tensors(model):
+        groups.setdefault(id(tensor), set()).add(name)
+    needed = [names for names in groups.values() if any(_is_stored(model, name) for name in names)]
+    return {name for names in groups.values() for name in names}, needed
+
+
+def _is_stored(model: nn.Module, name: str) -> bool:
+    """Tell a tensor without values, which a file must give, from one that is computed."""
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    return bool(getattr(module, leaf).is_meta)
+
+
 def _fill_slots(places: list[tuple[nn.Module, str]], tensor: torch.Tensor) -> None:
     """Put one tensor everywhere it belongs; tied parameters stay one object."""
     parameter = nn.Parameter(tensor, requires_grad=False)

@@ -100,7 +100,7 @@ def find_model(model: str) -> Path:
     path = Path(model).expanduser()
     if is_dir(path):
         return path
-    if is_repo_id(model) and not exists(path)(model):
+    if is_repo_id(model) and not exists(path):
         snapshot = cached_snapshot(model)
         if snapshot is None:
             raise RequestError(

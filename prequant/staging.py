@@ -1,7 +1,8 @@
 """The temporary folder of a bake, and how it becomes OUT in one step. Torch-free.
 
-The folder is a sibling of OUT named ``.OUT.baking`` and locked by its maker: what a killed bake
-leaves behind is recognised by its name and its missing lock, and the next bake removes it.
+The folder is a sibling of OUT named ``.OUT.baking``, locked by its maker and told from a user's own
+by a marker file; what a killed bake leaves behind has no lock, and the next bake removes it. In it
+the new OUT is filled, and the old one waits while the new takes its place.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from prequant.header import find_components
+from prequant.manifest import foreign_entries
 from quantpolicy.errors import RequestError
 
 _SPARE_BYTES = 16 << 20
+_MARKER = ".prequant-bake"
+_NEW, _OLD = "new", "old"
 
 
 def check_out(source: Path, out: Path, *, force: bool) -> None:
@@ -25,6 +28,15 @@ def check_out(source: Path, out: Path, *, force: bool) -> None:
     Raises:
         RequestError: one of these.
     """
+    if not out.name:
+        raise RequestError(str(out), "names no folder to make", remedy="give a new folder")
+    try:
+        _check_out(source, out, force=force)
+    except (OSError, ValueError) as error:
+        raise _unwritable(out, error) from error
+
+
+def _check_out(source: Path, out: Path, *, force: bool) -> None:
     inner, outer = source.resolve(), out.resolve()
     if outer == inner or inner in outer.parents or outer in inner.parents:
         found = "is the source" if outer == inner else f"overlaps the source {source}"
@@ -46,11 +58,19 @@ def check_out(source: Path, out: Path, *, force: bool) -> None:
         raise RequestError(
             str(out), "exists already", remedy="give --force to replace it, or a new folder"
         )
-    if not find_components(outer):
+    foreign = foreign_entries(outer)
+    if foreign is None:
         raise RequestError(
             str(out),
             "exists and is not a baked checkpoint, so it is never replaced",
             remedy="give a new folder",
+        )
+    if foreign:
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+        raise RequestError(
+            str(out),
+            f"holds {foreign[0]!r}{more}, which no bake wrote, so it is never replaced",
+            remedy="move what is yours elsewhere, or give a new folder",
         )
 
 
@@ -78,34 +98,55 @@ def staged(out: Path) -> Iterator[Path]:
         RequestError: another bake is writing the same OUT, or the folder cannot be written.
     """
     outer = out.resolve()
-    folder = outer.parent / f".{outer.name}.baking"
-    lock = _claim(folder, out)
+    staging = _staging_of(outer)
+    lock = _claim(staging, out)
     try:
+        folder = staging / _NEW
+        folder.mkdir()
         yield folder
         _flush_folder(folder)
-        _replace(folder, outer)
+        _replace(folder, outer, staging / _OLD)
     except OSError as error:
         raise _unwritable(out, error) from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if outer.exists() or not (staging / _OLD).exists():
+            shutil.rmtree(staging, ignore_errors=True)
         os.close(lock)
 
 
-def _claim(folder: Path, out: Path) -> int:
+def _staging_of(outer: Path) -> Path:
+    return outer.parent / f".{outer.name}.baking"
+
+
+def _is_ours(staging: Path) -> bool:
+    """Tell a folder that a bake made from a user's own."""
+    if staging.is_symlink() or not staging.is_dir():
+        return False
+    return (staging / _MARKER).is_file() or not any(staging.iterdir())
+
+
+def _claim(staging: Path, out: Path) -> int:
     """Create the folder and lock it; an unlocked one is a leftover and is removed first."""
     try:
-        if folder.is_dir():
-            leftover = os.open(folder, os.O_RDONLY)
+        if os.path.lexists(staging):
+            if not _is_ours(staging):
+                raise RequestError(
+                    str(staging),
+                    "exists and no bake made it, so it is never removed",
+                    remedy="move it elsewhere, or give another OUT",
+                )
+            leftover = os.open(staging, os.O_RDONLY)
             try:
-                _lock(leftover, folder, out)
-                shutil.rmtree(folder)
+                _lock(leftover, staging, out)
+                shutil.rmtree(staging)
             finally:
                 os.close(leftover)
-        folder.mkdir()
-        lock = os.open(folder, os.O_RDONLY)
+        staging.mkdir()
+        lock = os.open(staging, os.O_RDONLY)
     except OSError as error:
         raise _unwritable(out, error) from error
-    _lock(lock, folder, out)
+    _lock(lock, staging, out)
+    (staging / _MARKER).touch()
     return lock
 
 
@@ -120,13 +161,12 @@ def _lock(descriptor: int, folder: Path, out: Path) -> None:
         ) from error
 
 
-def _replace(folder: Path, outer: Path) -> None:
+def _replace(folder: Path, outer: Path, aside: Path) -> None:
     """Rename the finished folder to OUT; an old one steps aside first and is removed last."""
     if not outer.exists() or not any(outer.iterdir()):
         folder.rename(outer)
         _flush_folder(outer.parent)
         return
-    aside = _aside(outer)
     outer.rename(aside)
     try:
         folder.rename(outer)
@@ -134,21 +174,20 @@ def _replace(folder: Path, outer: Path) -> None:
         aside.rename(outer)
         raise
     _flush_folder(outer.parent)
-    shutil.rmtree(aside)
 
 
 def _recover(outer: Path) -> None:
-    """Undo a replacement that was killed between its two renames, or finish one killed later."""
-    aside = _aside(outer)
-    if aside.is_dir():
-        if outer.exists():
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            aside.rename(outer)
-
-
-def _aside(outer: Path) -> Path:
-    return outer.parent / f".{outer.name}.replaced"
+    """Undo a replacement that was killed between its two renames."""
+    staging = _staging_of(outer)
+    aside = staging / _OLD
+    if outer.exists() or not _is_ours(staging) or not aside.is_dir():
+        return
+    descriptor = os.open(staging, os.O_RDONLY)
+    try:
+        _lock(descriptor, staging, outer)
+        aside.rename(outer)
+    finally:
+        os.close(descriptor)
 
 
 def _flush_folder(folder: Path) -> None:
@@ -159,7 +198,8 @@ def _flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _unwritable(out: Path, error: OSError) -> RequestError:
+def _unwritable(out: Path, error: OSError | ValueError) -> RequestError:
+    reason = getattr(error, "strerror", None) or error
     return RequestError(
-        str(out), f"cannot be written: {error.strerror}", remedy="check space and permissions"
+        str(out), f"cannot be written: {reason}", remedy="check its name, space and permissions"
     )

@@ -120,9 +120,11 @@ def form_mismatches(files: BakedFiles, part: ComponentPlan) -> Iterator[Mismatch
             yield Mismatch(
                 "tensor_version", layer.name, *_first_difference(expected, weight.metadata)
             )
+    if files.config is None:
+        return
     config = files.config.get("quantization_config")
     form = quantization_config_form(part)
-    if files.config and config != form:
+    if config != form:
         found = config if isinstance(config, dict) else {}
         yield Mismatch("quantization_config", "config.json", *_first_difference(form, found))
 

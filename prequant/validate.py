@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from prequant.baked import BakedFiles, read_baked_files
 from prequant.damage import file_faults, header_faults, read_plan, weight_faults
-from prequant.header import Header, open_baked, parse_header
+from prequant.header import Header, parse_header
+from prequant.manifest import Baked, manifest_faults, open_baked, place_faults
 from prequant.report import ValidatedComponent, ValidateReport
 from prequant.scan import value_faults
 from prequant.staleness import (
@@ -59,6 +60,7 @@ class Findings:
     """What is wrong with one component, and what was read on the way.
 
     Args:
+        name: "" for a pipeline's own files.
         expected: the plan it was held against, None when none could be resolved.
     """
 
@@ -91,11 +93,12 @@ def validate(
         CorruptCheckpointError: damaged, or not baked at all; ``mismatches`` holds every finding.
         StaleCheckpointError: in order, but not what would be baked today.
     """
-    path = Path(folder)
-    components = open_baked(path)
+    baked = open_baked(folder)
+    path = baked.folder
     standard = Standard(plan=plan, rules=rules, full=full)
-    findings = [check_component(child, standard) for child in components.values()]
-    raise_findings(path, findings)
+    children = [child for child in baked.components.values() if child.is_dir()]
+    findings = [check_component(child, standard) for child in children]
+    raise_findings(path, [*findings, check_pipeline(baked, full=full)])
     checked = (*CHECKS, "hashes", "values") if full else CHECKS
     return ValidateReport(
         folder=str(path),
@@ -103,6 +106,16 @@ def validate(
         against="the given plan" if plan is not None else "today's rules",
         components={item.name: _validated(item, checked) for item in findings},
     )
+
+
+def check_pipeline(baked: Baked, *, full: bool = False) -> Findings:
+    """Return what is wrong with a pipeline, the files of its baked components aside."""
+    findings = Findings("", baked.folder)
+    if baked.manifest is not None:
+        parsed = {name: parse_header(path, []) for name, path in baked.components.items()}
+        headers = {name: header for name, header in parsed.items() if header is not None}
+        findings.corrupt += manifest_faults(baked.folder, baked.manifest, headers, full=full)
+    return findings
 
 
 def check_component(folder: Path, standard: Standard) -> Findings:
@@ -114,7 +127,8 @@ def check_component(folder: Path, standard: Standard) -> Findings:
         return findings
     findings.header, findings.files, findings.name = header, files, header.component
     findings.corrupt += header_faults(header)
-    findings.corrupt += file_faults(files, header)
+    findings.corrupt += file_faults(files, header, full=standard.full)
+    findings.corrupt += place_faults(folder, header)
     findings.stale += version_mismatches(header)
     baked = read_plan(header, findings.corrupt)
     if standard.full:
@@ -130,7 +144,7 @@ def check_component(folder: Path, standard: Standard) -> Findings:
 
 def raise_findings(path: Path, findings: list[Findings]) -> None:
     """Raise one error over the findings of all components, if there are any."""
-    prefix = len(findings) > 1
+    prefix = sum(bool(item.name) for item in findings) > 1
     corrupt = [_named(item, fault, prefix) for item in findings for fault in item.corrupt]
     stale = [_named(item, fault, prefix) for item in findings for fault in item.stale]
     if corrupt:
@@ -144,7 +158,7 @@ def raise_findings(path: Path, findings: list[Findings]) -> None:
 
 
 def _named(item: Findings, fault: Mismatch, prefix: bool) -> Mismatch:
-    if not prefix:
+    if not prefix or not item.name:
         return fault
     return Mismatch(fault.code, f"{item.name}: {fault.subject}", fault.expected, fault.found)
 

@@ -358,6 +358,37 @@ def test_out_is_overwritten_only_by_force_and_only_when_baked(dense: Path, tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign", "out"]
 
 
+@pytest.mark.parametrize("place", ["child", "beside", "folder"])
+def test_force_never_removes_what_no_bake_wrote(dense: Path, tmp_path: Path, place: str) -> None:
+    """A folder around a baked one, and a baked one that holds more, are a user's own."""
+    out, plan = tmp_path / "out", plan_for(dense, "int8")
+    if place == "child":
+        out.mkdir()
+    bake(dense, out / COMPONENT if place == "child" else out, plan=plan)
+    mine = out / "notes" / "thesis.txt" if place == "folder" else out / "thesis.txt"
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    before = files_of(tmp_path)
+    with pytest.raises(RequestError, match="so it is never replaced"):
+        bake(dense, out, plan=plan, force=True)
+    assert files_of(tmp_path) == before
+
+
+def test_a_user_s_own_folders_beside_out_are_never_removed(dense: Path, tmp_path: Path) -> None:
+    plan = plan_for(dense, "int8")
+    replaced, baking = tmp_path / ".out.replaced", tmp_path / ".out.baking"
+    for folder in (replaced, baking):
+        folder.mkdir()
+        (folder / "thesis.txt").write_text("mine")
+    with pytest.raises(RequestError, match="no bake made it, so it is never removed"):
+        bake(dense, tmp_path / "out", plan=plan)
+    (baking / "thesis.txt").unlink()
+    bake(dense, tmp_path / "out", plan=plan)
+    bake(dense, tmp_path / "out", plan=plan, force=True)
+    assert files_of(replaced) == {"thesis.txt": b"mine"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.replaced", "out"]
+
+
 def test_a_failure_leaves_the_old_out_and_nothing_else(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,7 +475,7 @@ def test_a_killed_bake_leaves_a_folder_that_the_next_one_clears(
 ) -> None:
     out, leftover = tmp_path / "out", tmp_path / ".out.baking"
     process = subprocess.Popen(child(dense, out, plan_file, extra=STALL))
-    wait_for(leftover / SHARD)
+    wait_for(leftover / "new" / SHARD)
     with pytest.raises(RequestError, match="another bake is writing it"):
         bake(dense, out, plan=plan_for(dense, "int8"))
     process.kill()
@@ -459,7 +490,7 @@ def test_a_killed_bake_leaves_a_folder_that_the_next_one_clears(
 def test_an_interrupted_bake_cleans_up(dense: Path, tmp_path: Path, plan_file: Path) -> None:
     out = tmp_path / "out"
     process = subprocess.Popen(child(dense, out, plan_file, extra=STALL), stderr=subprocess.PIPE)
-    wait_for(tmp_path / ".out.baking" / SHARD)
+    wait_for(tmp_path / ".out.baking" / "new" / SHARD)
     process.send_signal(signal.SIGINT)
     process.communicate()
     assert process.returncode != 0
@@ -488,7 +519,10 @@ def test_a_replacement_killed_between_its_renames_is_undone(dense: Path, tmp_pat
     out, plan = tmp_path / "out", plan_for(dense, "int8")
     bake(dense, out, plan=plan)
     before = files_of(out)
-    out.rename(tmp_path / ".out.replaced")
+    staging = tmp_path / ".out.baking"
+    staging.mkdir()
+    (staging / ".prequant-bake").touch()
+    out.rename(staging / "old")
     with pytest.raises(RequestError, match="exists already"):
         bake(dense, out, plan=plan)
     assert files_of(out) == before
@@ -544,6 +578,7 @@ def test_a_pipeline_is_baked_with_both_experts_and_the_rest_copied(tmp_path: Pat
     assert others
     assert {name: baked[name] for name in others} == {name: dense[name] for name in others}
     assert {name for name in baked if name.endswith(HEADER_FILE)} == {
+        HEADER_FILE,
         f"transformer/{HEADER_FILE}",
         f"transformer_2/{HEADER_FILE}",
     }

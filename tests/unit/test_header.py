@@ -11,9 +11,11 @@ import pytest
 from baking import COMPONENT, WAN, plan_for, save_dense
 
 from prequant import bake, validate
-from prequant.header import HEADER_FILE, Header, find_components, read_baked_header
+from prequant.header import HEADER_FILE, Header, read_baked_header
+from prequant.manifest import find_baked
 from quantpolicy.errors import (
     CorruptCheckpointError,
+    Mismatch,
     QuantPolicyError,
     RequestError,
     StaleCheckpointError,
@@ -170,11 +172,14 @@ def test_a_newer_format_is_stale_not_damaged(baked: Path, tmp_path: Path) -> Non
     assert [item.code for item in caught.value.mismatches] == ["format_version"]
 
 
-def test_find_components_tells_one_from_many(baked: Path, tmp_path: Path) -> None:
-    assert find_components(baked) == {"": baked}
-    (tmp_path / "vae").mkdir()
+def test_a_component_is_told_from_a_folder_that_holds_one(baked: Path, tmp_path: Path) -> None:
+    faults: list[Mismatch] = []
+    alone = find_baked(baked, faults)
+    assert alone is not None
+    assert (alone.components, alone.manifest, faults) == ({"": baked}, None, [])
     shutil.copytree(baked, tmp_path / COMPONENT)
-    assert find_components(tmp_path) == {COMPONENT: tmp_path / COMPONENT}
+    assert find_baked(tmp_path, faults) is None
+    assert [item.code for item in faults] == ["manifest_missing"]
 
 
 def test_reading_a_folder_without_a_header_is_corrupt(tmp_path: Path) -> None:

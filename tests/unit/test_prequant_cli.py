@@ -13,6 +13,7 @@ from baking import COMPONENT, WAN, denying_rules, files_of, plan_for, save_dense
 from prequant import bake
 from prequant.cli import main
 from prequant.header import HEADER_FILE
+from quantpolicy.versions import own_version
 
 FLAGS = ["--host", "b200", "--transformer", "int8", "--min-features", "16"]
 
@@ -98,6 +99,31 @@ def test_inspect_shows_the_header(root: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--transformer", "int8"], "--transformer"),
+        (["--transformer", "auto"], "--transformer"),
+        (["--rules", "r.yaml", "--host", "b200", "--lift", "x"], "--host, --lift, --rules"),
+        (["--memory-gib", "3", "--min-features", "16"], "--memory-gib, --min-features"),
+    ],
+)
+def test_request_flags_next_to_a_plan_are_refused(
+    flags: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["bake", "nowhere", "-o", str(tmp_path / "out"), "--plan", "plan.json"]
+    assert main([*arguments, *flags]) == 2
+    assert error_of(capsys) == (
+        f"error: --plan: given together with {told}; a plan holds its own host and request; "
+        "leave these out, or leave --plan out."
+    )
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"prequant {own_version()}\n"
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "found"),
     [
         (["bake", "nowhere", "-o", "OUT"], 2, "no such folder"),
@@ -171,9 +197,10 @@ def test_stale_exits_with_one(
 def test_force_replaces(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     shutil.copytree(root / "baked", out)
-    (out / "README.md").write_text("of the old one")
+    shard = next(out.glob("*.safetensors"))
+    shard.write_bytes(b"damaged")
     assert main(["bake", str(root / COMPONENT), "-o", str(out), *FLAGS, "--force"]) == 0
-    assert sorted(files_of(out)) == sorted(files_of(root / "baked"))
+    assert files_of(out) == files_of(root / "baked")
     assert capsys.readouterr().err == ""
 
 
