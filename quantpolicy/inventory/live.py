@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -15,6 +16,16 @@ from quantpolicy.match import first_matching_token, is_adapter, is_output_head, 
 
 PLAIN_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 WRAPPERS = ("_orig_mod", "base_model", "_checkpoint_wrapped_module")
+# What the constructor of a class raises for arguments that it cannot work with.
+CONSTRUCTOR_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def inventory_from_module(module: nn.Module) -> Inventory:
@@ -168,14 +179,22 @@ def build_on_meta(class_name: str, config: Mapping[str, object]) -> nn.Module:
     """Return a diffusers model without weights; see ``inventory_from_config``."""
     found = model_class(class_name)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")
             module: nn.Module = found.from_config(dict(config))  # type: ignore[attr-defined]
-    except (TypeError, ValueError, KeyError, RuntimeError, AttributeError, IndexError) as error:
+    except CONSTRUCTOR_ERRORS as error:
         raise RequestError(
             f"{class_name} configuration",
-            f"refused by the class: {error}",
+            f"refused by the class: {type(error).__name__}: {error}",
             remedy="give the configuration as it was published",
         ) from error
+    empty = next((name for name, part in module.named_parameters() if not part.numel()), None)
+    if empty is not None:
+        raise RequestError(
+            f"{class_name} configuration",
+            f"makes {empty} an empty tensor",
+            remedy="give the configuration as it was published",
+        )
     return module
 
 

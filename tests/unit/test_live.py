@@ -215,6 +215,32 @@ def test_config_that_the_class_refuses() -> None:
         inventory_from_config("WanTransformer3DModel", {"num_layers": "many"})
 
 
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"num_attention_heads": 0}, "ZeroDivisionError: "),
+        ({"num_attention_heads": -1}, "RuntimeError: "),
+    ],
+)
+def test_every_refusal_of_a_constructor_is_one_sentence(
+    config: dict[str, object], found: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        inventory_from_config("WanTransformer3DModel", config)
+    assert caught.value.where == "WanTransformer3DModel configuration"
+    assert caught.value.found.startswith(f"refused by the class: {found}")
+
+
+def test_a_config_that_makes_empty_tensors_is_refused() -> None:
+    config = {"num_attention_heads": 0, "num_layers": 1, "num_single_layers": 1}
+    with pytest.raises(RequestError) as caught:
+        inventory_from_config("FluxTransformer2DModel", config)
+    assert (
+        caught.value.found
+        == "makes time_text_embed.timestep_embedder.linear_1.weight an empty tensor"
+    )
+
+
 def test_class_defaults_are_those_of_the_installed_classes(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
