@@ -18,13 +18,13 @@ from quantpolicy.decisions import (
     Outcome,
     Reason,
     denial,
-    gib,
     over_budget,
     write_outcomes,
 )
 from quantpolicy.plan import MemoryPlan
 from quantpolicy.rule_schema import Effect
 from quantpolicy.schemes import Cause, ComponentKind, Confidence, Scheme, SchemeChoice, Tier
+from quantpolicy.text import format_bytes
 
 MemoryOf = Callable[[dict[str, WeightBytes]], MemoryPlan]
 Reasons = dict[Scheme, Reason]
@@ -118,8 +118,8 @@ def _pick(
         preferred = [entry for entry in sound if entry.scheme not in demoted]
         chosen = [*preferred, *sound, dense][0]
         notes.append(
-            f"not even {chosen.scheme} fits {gib(dense.memory.budget_bytes)} in full: offload a "
-            "component"
+            f"not even {chosen.scheme} fits {format_bytes(dense.memory.budget_bytes)} in full: "
+            "offload a component"
         )
     if chosen.scheme in demoted:
         notes.append(

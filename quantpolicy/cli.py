@@ -31,24 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_app(app, argv, "quantpolicy")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from quantpolicy.doctor import own_version
-
-        print_text(f"quantpolicy {own_version()}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
-    ] = False,
-) -> None:
-    del version
-
-
 @app.command()
 def families(
     markdown: Annotated[bool, typer.Option("--markdown", help="Write a Markdown table.")] = False,

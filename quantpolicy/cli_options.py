@@ -17,7 +17,7 @@ import typer
 from quantpolicy.errors import RequestError
 from quantpolicy.record import MAX_SAFE_INTEGER
 from quantpolicy.schemes import Confidence, Execution, Quality, SchemeChoice, Tier
-from quantpolicy.sizes import GIB
+from quantpolicy.text import GIB
 
 if TYPE_CHECKING:
     from quantpolicy.host import Host
@@ -41,9 +41,27 @@ ModelArgument = Annotated[
 ]
 
 
+def _print_version(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        from quantpolicy.console import print_text
+        from quantpolicy.versions import own_version
+
+        print_text(f"{context.info_name} {own_version()}")
+        raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    del version
+
+
 def new_app(name: str, summary: str) -> typer.Typer:
-    """Return an empty command line, set up as both are."""
-    return typer.Typer(
+    """Return a command line without commands, set up as both are."""
+    app = typer.Typer(
         name=name,
         help=summary,
         add_completion=False,
@@ -51,15 +69,21 @@ def new_app(name: str, summary: str) -> typer.Typer:
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
     )
+    app.callback()(_root)
+    return app
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """The values of the request flags; the annotations declare the flags."""
+    """The values of the request flags; the annotations declare the flags.
+
+    Args:
+        given: the flags that stand on the command line, whatever their values.
+    """
 
     host: Annotated[
-        str, typer.Option("--host", help="Preset or host file; this machine when left out.")
-    ] = ""
+        str | None, typer.Option("--host", help="Preset or host file; this machine when left out.")
+    ] = None
     speed: Annotated[Tier, typer.Option("--speed", help="Speed tier.")] = Tier.AUTO
     quality: Annotated[Quality, typer.Option("--quality", help="Which kernels may be mounted.")] = (
         Quality.LOSSLESS
@@ -95,6 +119,21 @@ class RequestOptions:
         list[str] | None, typer.Option("--lift", metavar="RULE", help="Lift a rule; repeatable.")
     ] = None
     rules: RulesOption = None
+    given: tuple[str, ...] = ()
+
+    def refuse_beside(self, flag: str, reason: str) -> None:
+        """Refuse request flags that another flag would make void.
+
+        Raises:
+            RequestError: there are any.
+        """
+        if self.given:
+            raise RequestError(
+                flag,
+                f"given together with {', '.join(self.given)}",
+                allowed=reason,
+                remedy=f"leave these out, or leave {flag} out",
+            )
 
     def load(self) -> tuple[Host, Request, RuleTable]:
         """Return the host, the request and the rule table that the flags ask for.
@@ -112,7 +151,7 @@ class RequestOptions:
         """Return the named host, or this machine."""
         from quantpolicy.host import Host
 
-        return Host.load(self.host) if self.host else detect_host()
+        return Host.load(self.host) if self.host is not None else detect_host()
 
     def request(self) -> Request:
         """Return the request; see ``load``."""
@@ -174,7 +213,9 @@ def with_request_options(command: Callable[..., None]) -> Callable[..., None]:
             annotation=hints[field.name],
         )
         for field in fields(RequestOptions)
+        if field.name != "given"
     ]
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     names = [parameter.name for parameter in shared]
     signature = inspect.signature(command, eval_str=True)
     own = [
@@ -184,12 +225,17 @@ def with_request_options(command: Callable[..., None]) -> Callable[..., None]:
     ]
 
     @functools.wraps(command)
-    def wrapper(**values: object) -> None:
+    def wrapper(context: typer.Context, **values: object) -> None:
         chosen = {name: values.pop(name) for name in names}
-        command(**values, options=RequestOptions(**chosen))  # type: ignore[arg-type]
+        given = tuple(f"--{name.replace('_', '-')}" for name in names if _is_given(context, name))
+        command(**values, options=RequestOptions(**chosen, given=given))  # type: ignore[arg-type]
 
-    wrapper.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {
-        parameter.name: parameter.annotation for parameter in [*own, *shared]
-    }
+    parameters = [context, *own, *shared]
+    wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return wrapper
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"

@@ -10,12 +10,14 @@ import gc
 import json
 import logging
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quantpolicy.errors import QuantPolicyError
+from quantpolicy.text import align
 
 if TYPE_CHECKING:
     import typer
@@ -124,29 +126,28 @@ def print_json(value: object) -> None:
     print_text(json.dumps(value, indent=2))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "") -> None:
-    """Write a table: drawn for a terminal, plain aligned columns for a pipe or a file."""
-    if not sys.stdout.isatty():
-        print_text("\n".join(plain_table(columns, rows)))
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Write a table: drawn for a terminal, plain aligned columns for a pipe or a file.
+
+    It is plain too where NO_COLOR is set, and where drawn it would not fit: no cell is ever cut.
+    """
+    lines = align([columns, *rows])
+    drawn_width = max(map(len, lines)) + len(columns) + 3
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or drawn_width > _width():
+        print_text("\n".join(lines))
         return
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*columns, title=title or None, title_justify="left")
+    table = Table(*columns)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     Console().print(table)
 
 
-def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table whose columns are padded with spaces."""
-    cells = [list(columns), *(list(row) for row in rows)]
-    widths = [max(len(row[place]) for row in cells) for place in range(len(columns))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
+def _width() -> int:
+    return shutil.get_terminal_size().columns
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -10,8 +10,8 @@ from quantpolicy.candidates import OFFERED, Assessment, Case, Refusal, assess
 from quantpolicy.errors import DeniedError, RequestError
 from quantpolicy.plan import Decision, MemoryPlan
 from quantpolicy.schemes import Cause, ComponentKind, Scheme
+from quantpolicy.text import format_bytes
 
-GIB = 1 << 30
 FLAGS = {
     ComponentKind.DENOISER: "--transformer",
     ComponentKind.TEXT_ENCODER: "--text-encoder",
@@ -146,13 +146,8 @@ def _is_sound(case: Case, names: Sequence[str], scheme: Scheme) -> bool:
 
 def over_budget(memory: MemoryPlan) -> Reason:
     """Return the reason of a contender that does not fit."""
-    detail = f"the plan would need {gib(memory.total_bytes)} of {gib(memory.budget_bytes)}"
-    return Reason(Cause.MEMORY, detail)
-
-
-def gib(size: int) -> str:
-    """Return a size for a sentence."""
-    return f"{size / GIB:.2f} GiB"
+    need, budget = format_bytes(memory.total_bytes), format_bytes(memory.budget_bytes)
+    return Reason(Cause.MEMORY, f"the plan would need {need} of {budget}")
 
 
 def _decision(part: Assessment, reason: Reason, *, accepted: bool) -> Decision:
@@ -168,14 +163,15 @@ def _decision(part: Assessment, reason: Reason, *, accepted: bool) -> Decision:
 
 
 def _numbers(part: Assessment, dense: Assessment, memory: MemoryPlan) -> str:
-    weights = f"{gib(part.weights.total)} of weights"
+    weights = f"{format_bytes(part.weights.total)} of weights"
     time = ""
     if part.predicted_ms is not None:
         time = f"predicted {part.predicted_ms:.1f} ms for the Linears"
     if part.scheme is not Scheme.DENSE:
-        weights += f" instead of {gib(dense.weights.total)}"
+        weights += f" instead of {format_bytes(dense.weights.total)}"
         if time and dense.predicted_ms is not None:
             time += f" against {dense.predicted_ms:.1f} ms dense"
     fit = "within" if memory.fits else "over"
-    need = f"the plan needs {gib(memory.total_bytes)}, {fit} {gib(memory.budget_bytes)}"
+    budget = format_bytes(memory.budget_bytes)
+    need = f"the plan needs {format_bytes(memory.total_bytes)}, {fit} {budget}"
     return "; ".join(filter(None, [weights, time, need, *part.waived]))

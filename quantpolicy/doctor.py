@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import platform
 import re
-from importlib.metadata import PackageNotFoundError, version
 
 from quantpolicy.cli_options import detect_host
 from quantpolicy.console import print_table, print_text
 from quantpolicy.errors import RequestError
 from quantpolicy.host import Backend, GemmLimit, Host, load_presets
+from quantpolicy.versions import installed_version
 
 # Least release, and the first one that is too new ("" when there is none), as in pyproject.toml.
-TESTED = {
+ALLOWED = {
     "torch": ("2.11", ""),
     "torchao": ("0.18", "0.19"),
     "diffusers": ("0.42.1", ""),
@@ -23,6 +23,7 @@ TESTED = {
     "accelerate": ("1.10", ""),
     "safetensors": ("0.8", ""),
 }
+PROBED = (Backend.CUDA, Backend.ROCM)
 OTHERS = (
     "quantpolicy",
     "pydantic",
@@ -36,18 +37,6 @@ OTHERS = (
 )
 
 
-def own_version() -> str:
-    """Return the version of the installed package, "unknown" in a bare checkout."""
-    return _version("quantpolicy") or "unknown"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
 def _release(text: str) -> tuple[int, ...]:
     """Return the leading numbers of a version: (2, 13, 0) for 2.13.0+cpu."""
     found = re.match(r"\d+(?:\.\d+)*", text)
@@ -56,7 +45,7 @@ def _release(text: str) -> tuple[int, ...]:
 
 def judge_version(package: str, found: str) -> str:
     """Return "ok", "missing", "too old" or "too new" for a package of the runtime extra."""
-    least, too_new = TESTED[package]
+    least, too_new = ALLOWED[package]
     if not found:
         return "missing"
     if _release(found) < _release(least):
@@ -80,12 +69,12 @@ def examine() -> dict[str, object]:
         "platform": platform.platform(),
         "packages": {
             package: {
-                "version": _version(package),
-                "verdict": judge_version(package, _version(package)),
+                "version": installed_version(package),
+                "verdict": judge_version(package, installed_version(package)),
             }
-            for package in TESTED
+            for package in ALLOWED
         },
-        "other_packages": {package: _version(package) for package in OTHERS},
+        "other_packages": {package: installed_version(package) for package in OTHERS},
         "host": host.model_dump(mode="json") if host is not None else None,
         "host_missing": host_missing,
         "presets": list(load_presets()),
@@ -102,7 +91,7 @@ def print_examination(examination: dict[str, object]) -> None:
         for name, facts in packages.items()
     ]
     print_text(f"Python {examination['python']} on {examination['platform']}")
-    print_table(["package", "version", "tested", "verdict"], rows)
+    print_table(["package", "version", "allowed", "verdict"], rows)
     host = examination["host"]
     if isinstance(host, dict):
         print_table(["host", "value"], [[name, str(value)] for name, value in host.items()])
@@ -111,12 +100,25 @@ def print_examination(examination: dict[str, object]) -> None:
     presets = examination["presets"]
     assert isinstance(presets, list)
     print_text("presets: " + ", ".join(presets))
-    limits = examination["probed_gemm_limits"]
-    print_text(f"GEMM limits probed on this device: {limits or 'none'}")
+    print_text(_limits_line(host, examination["probed_gemm_limits"]))
+
+
+def _limits_line(host: object, limits: object) -> str:
+    """Return what the probe of GEMM limits found, in words."""
+    assert isinstance(limits, list)
+    if not isinstance(host, dict) or host["backend"] not in PROBED:
+        return "GEMM limits: not probed, there is no CUDA or ROCm device"
+    found = []
+    for limit in limits:
+        text = f"{limit['scheme']} needs {limit['min_rows']} rows"
+        if limit["min_in_features"]:
+            text += f" from {limit['min_in_features']} input features on"
+        found.append(text + (" with a bias" if limit["bias_only"] else ""))
+    return "GEMM limits probed on this device: " + ("; ".join(found) or "no row count is rejected")
 
 
 def _range(package: str) -> str:
-    least, too_new = TESTED[package]
+    least, too_new = ALLOWED[package]
     return f">={least}" + (f",<{too_new}" if too_new else "")
 
 
@@ -125,7 +127,7 @@ def probe_gemm_limits(host: Host) -> tuple[GemmLimit, ...]:
 
     Empty without an accelerator: the CPU runs the schemes' reference paths, which reject nothing.
     """
-    if host.backend not in (Backend.CUDA, Backend.ROCM):
+    if host.backend not in PROBED:
         return ()
     from quantpolicy.measure.gemm_limits import measure_gemm_limits
 

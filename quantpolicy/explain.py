@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from quantpolicy.match import block_pattern
 from quantpolicy.plan import ComponentPlan, Decision, QuantPlan
 from quantpolicy.schemes import Cause, Scheme, weight_bytes
+from quantpolicy.text import align, format_bytes
 
-GIB = 1 << 30
+INDENT = "  "
 
 
 def explain_plan(plan: QuantPlan) -> str:
@@ -25,23 +26,6 @@ def explain_plan(plan: QuantPlan) -> str:
     return "\n".join(section for section in sections if section)
 
 
-def align(rows: Sequence[Sequence[str]], *, right: frozenset[int] = frozenset()) -> list[str]:
-    """Return table rows as indented lines of equal columns.
-
-    Args:
-        right: columns to align to the right.
-    """
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  "
-        + "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
 def _headline(plan: QuantPlan) -> str:
     host = plan.host
     arch = f", {host.arch}" if host.arch else ""
@@ -51,7 +35,7 @@ def _headline(plan: QuantPlan) -> str:
         compiled = f"{plan.compile.mode} compile{autotune}"
     lines = [
         f"{plan.family} on {host.name} ({host.backend}{arch}, {host.host_class}, "
-        f"{host.memory_bytes / GIB:.0f} GiB)",
+        f"{format_bytes(host.memory_bytes, 0)})",
         f"  tier {plan.tier} ({compiled}), quality {plan.quality}, execution {plan.execution}",
     ]
     if plan.workload is not None:
@@ -84,10 +68,10 @@ def _components(plan: QuantPlan) -> list[str]:
         counts = bytes_text = settings = ""
         if component.scheme is not Scheme.DENSE:
             counts = f"{len(component.layers)} Linears quantised, {len(component.kept)} kept"
-            bytes_text = f"{before / GIB:.2f} -> {after / GIB:.2f} GiB"
+            bytes_text = f"{format_bytes(before)} -> {format_bytes(after)}"
             settings = _settings(component)
         rows.append([name, component.scheme, component.confidence, counts, bytes_text, settings])
-    return align(rows) if rows else []
+    return align(rows, indent=INDENT) if rows else []
 
 
 def _layer_bytes(component: ComponentPlan) -> tuple[int, int]:
@@ -121,7 +105,7 @@ def _decisions(decisions: Iterable[Decision]) -> list[str]:
         ]
         for decision in decisions
     ]
-    return align(rows) if rows else []
+    return align(rows, indent=INDENT) if rows else []
 
 
 def _kept(plan: QuantPlan) -> Iterator[str]:
@@ -138,7 +122,7 @@ def _kept(plan: QuantPlan) -> Iterator[str]:
             for (pattern, because, rule), count in counts.items()
         ]
     if rows:
-        yield from align(rows, right=frozenset({2}))
+        yield from align(rows, right=frozenset({2}), indent=INDENT)
 
 
 def _memory(plan: QuantPlan) -> list[str]:
@@ -146,4 +130,4 @@ def _memory(plan: QuantPlan) -> list[str]:
     rows = [[item.component, item.what, f"{item.bytes:,}"] for item in memory.items]
     verdict = "fits" if memory.fits else "does not fit"
     rows.append(["total", f"{verdict} {memory.budget_bytes:,}", f"{memory.total_bytes:,}"])
-    return align(rows, right=frozenset({2}))
+    return align(rows, right=frozenset({2}), indent=INDENT)

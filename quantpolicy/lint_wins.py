@@ -16,8 +16,7 @@ from quantpolicy.rule_schema import Effect, Rule
 from quantpolicy.rules import RuleTable
 from quantpolicy.schemes import SchemeChoice
 from quantpolicy.target import Target
-
-_GIB = 2**30
+from quantpolicy.text import GIB
 
 
 def rules_that_never_win(table: RuleTable) -> tuple[str, ...]:
@@ -72,7 +71,7 @@ def _requests(target: Target, host: Host) -> Iterator[Request]:
             yield Request(vae=choice)
     total = sum(part.dense_bytes for part in target.components.values())
     for memory_bytes in (total * 3 // 4, total // 2):
-        if _GIB < memory_bytes < host.memory_bytes:
+        if GIB < memory_bytes < host.memory_bytes:
             yield Request(memory_bytes=memory_bytes)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from quantpolicy.candidates import Case
-from quantpolicy.decisions import Outcome, gib
+from quantpolicy.decisions import Outcome
 from quantpolicy.plan import ComponentPlan, MemoryPlan
 from quantpolicy.schemes import ComponentKind, Confidence, Scheme
+from quantpolicy.text import format_bytes
 
 
 def write_notes(
@@ -38,10 +39,15 @@ def write_notes(
             notes += _scheme_notes(case, name, component)
     if case.host.rates is None:
         notes.append(f"no rates are known for {case.host.name}: no time is predicted")
+    if (case.request.memory_bytes or 0) > case.host.memory_bytes:
+        notes.append(
+            f"the memory asked for is more than {case.host.name} has: its "
+            f"{format_bytes(case.host.memory_bytes)} are the budget"
+        )
     if not memory.fits and not any("offload" in note for note in notes):
         notes.append(
-            f"the plan needs {gib(memory.total_bytes)}, over {gib(memory.budget_bytes)}: "
-            "offload a component"
+            f"the plan needs {format_bytes(memory.total_bytes)}, over "
+            f"{format_bytes(memory.budget_bytes)}: offload a component"
         )
     idle = [rule_id for rule_id in case.request.lift if rule_id not in lifted]
     notes += [f"lifting {rule_id} changed nothing here" for rule_id in idle]

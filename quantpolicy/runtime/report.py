@@ -7,8 +7,7 @@ from pydantic import Field
 from quantpolicy.plan import Decision
 from quantpolicy.record import Record
 from quantpolicy.schemes import Cause, Execution, Scheme
-
-MIB = 1024**2
+from quantpolicy.text import format_bytes
 
 
 class SchemeCount(Record):
@@ -191,9 +190,3 @@ def _component_lines(part: ComponentReport) -> list[str]:
     if part.compiled != "none":
         lines.append(f"    compiled: {part.compiled}")
     return lines
-
-
-def format_bytes(count: int) -> str:
-    """Return a number of bytes as text, in GiB or, below one, in MiB."""
-    mib = count / MIB
-    return f"{mib / 1024:.2f} GiB" if mib >= 1024 else f"{mib:.2f} MiB"

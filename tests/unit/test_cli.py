@@ -127,6 +127,7 @@ def test_repeatable_flags(capsys: pytest.CaptureFixture[str], overlay: str) -> N
         (("--frames", "9007199254740992"), "at most 9007199254740991"),
         (("--frames", "9007199254740991", "--resolution", "99999x99999"), "at most 2147483647"),
         (("--host", "h201"), "host 'h201'"),
+        (("--host", ""), "host ''"),
         (("--lift", "no.such.rule"), "no.such.rule"),
         (("--rules", "missing.yaml"), "missing.yaml"),
     ],
@@ -222,7 +223,7 @@ def test_doctor_judges_the_installed_versions(capsys: pytest.CaptureFixture[str]
     packages = examination["packages"]
     assert isinstance(packages, dict)
     assert {name: facts["verdict"] for name, facts in packages.items()} == dict.fromkeys(
-        doctor.TESTED, "ok"
+        doctor.ALLOWED, "ok"
     )
 
 
@@ -237,7 +238,7 @@ def test_doctor_knows_the_ranges_of_pyproject() -> None:
         if limits:
             least, _, too_new = limits.removeprefix(">=").partition(",<")
             declared[name] = (least, too_new)
-    assert declared == doctor.TESTED
+    assert declared == doctor.ALLOWED
 
 
 @pytest.mark.parametrize(
@@ -267,6 +268,34 @@ def test_gemm_limits_say_what_the_table_says() -> None:
     ]
     assert limits_from_table(Scheme.FP8, dict.fromkeys(int8, 1)) == []
     assert limits_from_table(Scheme.FP8, dict.fromkeys(int8, MOST_ROWS + 1)) == []
+
+
+@pytest.mark.parametrize(
+    ("preset", "limits", "line"),
+    [
+        ("cpu", [], "GEMM limits: not probed, there is no CUDA or ROCm device"),
+        ("h200", [], "GEMM limits probed on this device: no row count is rejected"),
+        (
+            "h200",
+            [
+                GemmLimit(scheme=Scheme.INT8, min_rows=17),
+                GemmLimit(scheme=Scheme.FP8, min_rows=42, min_in_features=12288, bias_only=True),
+            ],
+            "GEMM limits probed on this device: int8 needs 17 rows; "
+            "fp8 needs 42 rows from 12288 input features on with a bias",
+        ),
+    ],
+)
+def test_doctor_tells_gemm_limits_in_words(
+    preset: str, limits: list[GemmLimit], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    examination = doctor.examine()
+    examination["host"] = Host.load(preset).model_dump(mode="json")
+    examination["probed_gemm_limits"] = [limit.model_dump(mode="json") for limit in limits]
+    doctor.print_examination(examination)
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == line
+    assert re.search(r"^package +version +allowed +verdict$", out, re.MULTILINE)
 
 
 def test_gemm_limits_of_a_cpu() -> None:
@@ -478,16 +507,39 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Usage: quantpolicy" in "".join(capsys.readouterr())
 
 
-def test_drawn_table_honours_no_color(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("columns", "no_color", "is_drawn"),
+    [("20", "", True), ("19", "", False), ("200", "1", False)],
+)
+def test_a_table_is_drawn_where_it_fits(
+    columns: str,
+    no_color: str,
+    is_drawn: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     console.print_table(["a", "b"], [["[red]x[/red]", "y"]])
     out = capsys.readouterr().out
-    assert "\x1b[3" not in out
     assert "[red]x[/red]" in out
+    assert ("┃" in out) is is_drawn
+    if not is_drawn:
+        assert out == "a             b\n[red]x[/red]  y\n"
+
+
+def test_families_are_never_cut_short(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert main(["families"]) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out
+    for family, spec in load_rules().families.items():
+        assert re.search(rf"^{re.escape(family)} +{spec.recognise.class_name} ", out, re.MULTILINE)
 
 
 def test_app_is_what_main_runs() -> None:

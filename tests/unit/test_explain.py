@@ -4,8 +4,8 @@ import pytest
 from by_hand import BLOCKS, component, linear, plan_of, target
 
 from quantpolicy import Host, load_rules, resolve
-from quantpolicy.explain import align
 from quantpolicy.schemes import ComponentKind
+from quantpolicy.text import align, format_bytes
 
 
 def test_a_small_plan_is_explained_in_full() -> None:
@@ -27,7 +27,7 @@ plain on h200 (cuda, sm90, data_center, 139 GiB)
   weights {plan.weights_digest[:16]}, plan {plan.plan_digest[:16]}
 
 Components
-  transformer  int8   derived   3 Linears quantised, 2 kept  0.09 -> 0.05 GiB  per_row, int8
+  transformer  int8   derived   3 Linears quantised, 2 kept  96.00 MiB -> 48.06 MiB  per_row, int8
   vae          dense  measured
 
 Decisions
@@ -60,7 +60,7 @@ def test_detail_of_an_accepted_decision_carries_the_numbers() -> None:
     plan = plan_of(target())
     fp8, _, dense = plan.decisions
     assert fp8.detail == (
-        f"0.05 GiB of weights instead of 0.09 GiB; predicted {fp8.predicted_ms:.1f} ms for the "
+        f"48.05 MiB of weights instead of 96.00 MiB; predicted {fp8.predicted_ms:.1f} ms for the "
         f"Linears against {dense.predicted_ms:.1f} ms dense; the plan needs 1.17 GiB, within "
         "139.00 GiB"
     )
@@ -89,4 +89,22 @@ def test_every_decision_and_kept_pattern_of_a_family_is_told(family: str) -> Non
 
 
 def test_columns_are_aligned() -> None:
-    assert align([["a", "1"], ["bcd", "10"]], right=frozenset({1})) == ["  a     1", "  bcd  10"]
+    rows = [["a", "1"], ["bcd", "10"]]
+    assert align(rows, right=frozenset({1}), indent="  ") == ["  a     1", "  bcd  10"]
+    assert align(rows) == ["a    1", "bcd  10"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1 << 20, "1.00 MiB"),
+        (483 * 2**20 + 2**19, "483.50 MiB"),
+        (1 << 30, "1.00 GiB"),
+        (3 << 29, "1.50 GiB"),
+    ],
+)
+def test_sizes_are_shown_in_the_unit_that_they_fill(count: int, text: str) -> None:
+    assert format_bytes(count) == text

@@ -12,7 +12,6 @@ from quantpolicy.errors import PlanMismatchError
 from quantpolicy.plan import PlannedLayer
 from quantpolicy.runtime import ApplyReport, apply_plan
 from quantpolicy.runtime.count import count_component, count_mismatches
-from quantpolicy.runtime.report import format_bytes
 from quantpolicy.schemes import Scheme
 
 
@@ -84,9 +83,9 @@ def test_json_and_text(block, component_plan, quant_plan):
     assert part["linear_coverage"] == 16384 / 17344
     assert values["mounted"] == values["decisions"] == []
     assert report.explain().splitlines() == [
-        "by-hand: 0.02 MiB of weights after applying, execution torchao",
-        "  transformer (Block): 94.5% of the Linears' weights, 93.0% of all parameters, 0.02 MiB",
-        "    int8: 2 layers, data 0.02 MiB, scales 0.00 MiB, 2 padded",
+        "by-hand: 19.38 KiB of weights after applying, execution torchao",
+        "  transformer (Block): 94.5% of the Linears' weights, 93.0% of all parameters, 19.38 KiB",
+        "    int8: 2 layers, data 16.00 KiB, scales 960 B, 2 padded",
         "    dense: 1 layers kept because alignment (derived.alignment)",
     ]
     assert ApplyReport.model_validate_json(report.model_dump_json()) == report
@@ -94,12 +93,12 @@ def test_json_and_text(block, component_plan, quant_plan):
 
 def test_text_of_a_dense_component(block, component_plan, quant_plan):
     report = apply_plan(block, quant_plan(transformer=component_plan(block, Scheme.DENSE)))
-    assert report.explain().splitlines()[1] == "  transformer (Block): dense, 0.03 MiB"
+    assert report.explain().splitlines()[1] == "  transformer (Block): dense, 34.44 KiB"
 
 
 def test_text_says_what_is_emulated(block, component_plan, quant_plan):
     report = apply_plan(block, quant_plan(transformer=component_plan(block, Scheme.NVFP4)))
-    assert "nvfp4: 2 layers, data 0.01 MiB, scales 0.00 MiB, 2 emulated" in report.explain()
+    assert "nvfp4: 2 layers, data 8.00 KiB, scales 1.51 KiB, 2 emulated" in report.explain()
 
 
 def test_nothing_quantised_is_an_error(block, component_plan, quant_plan):
@@ -121,11 +120,3 @@ def test_count_differs_from_plan(block, component_plan, quant_plan):
         "[layer_count] transformer fp8: expected 1 layers, found 0"
     ]
     assert count_mismatches(report, plan) == []
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0.00 MiB"), (1 << 20, "1.00 MiB"), (1 << 30, "1.00 GiB"), (3 << 29, "1.50 GiB")],
-)
-def test_format_bytes(count, text):
-    assert format_bytes(count) == text
