@@ -28,7 +28,7 @@ class Request(Record):
         text_encoder: scheme of every text encoder, or ``auto``.
         vae: scheme of the VAE, or ``auto``.
         execution: how the quantised tensors are multiplied at run time.
-        memory_bytes: memory budget in bytes; None means all of the host's.
+        memory_bytes: memory budget in bytes, at most the host's; None means all of the host's.
         resolution: ``WIDTHxHEIGHT`` in pixels of the output; None means the family's declared
             inputs.
         frames: number of output frames; None means the family's declared inputs.

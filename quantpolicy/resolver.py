@@ -125,7 +125,7 @@ def _choose_all(case: Case) -> tuple[dict[str, Outcome], MemoryPlan]:
     components = case.target.components
     denoisers = [n for n, part in components.items() if part.kind is ComponentKind.DENOISER]
     reserve = max((activation_bytes(case.grouped[name].groups) for name in denoisers), default=0)
-    budget = case.request.memory_bytes or case.host.memory_bytes
+    budget = min(case.request.memory_bytes or case.host.memory_bytes, case.host.memory_bytes)
     outcomes: dict[str, Outcome] = {}
 
     def memory_of(parts: dict[str, WeightBytes]) -> MemoryPlan:

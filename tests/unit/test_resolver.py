@@ -96,6 +96,16 @@ def test_tier_and_compile(speed, host, tier, mode, autotune) -> None:
     assert (plan.tier, plan.compile.mode, plan.compile.max_autotune) == (tier, mode, autotune)
 
 
+@pytest.mark.parametrize("asked", [1, 500])
+def test_the_budget_is_at_most_the_hosts_memory(asked: int) -> None:
+    host = Host.load("rtx4090")
+    plan = plan_of(target(), "rtx4090", memory_bytes=asked * host.memory_bytes)
+    note = "the memory asked for is more than rtx4090 has: its 23.00 GiB are the budget"
+    assert plan.memory.budget_bytes == host.memory_bytes
+    assert (note in plan.notes) is (asked > 1)
+    assert plan.memory == plan_of(target(), "rtx4090").memory
+
+
 def test_compile_is_refused_below_sm70_and_auto_is_eager_there() -> None:
     host = host_from_facts(Backend.CUDA, "sm61", "GeForce GTX 1080", 8 * GIB)
     assert plan_of(target(), host).tier is Tier.EAGER
