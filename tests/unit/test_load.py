@@ -195,6 +195,17 @@ def test_a_stale_checkpoint_is_requantised_from_the_dense_source(wan: Path, give
     assert loaded.report.source == str(wan / COMPONENT)
     assert loaded.report.stale[0].startswith("[weights_digest]")
     assert_same_tensors(loaded.model, load(wan / "fp8").model)
+    lines = loaded.report.explain().splitlines()
+    assert lines[0] == f"requantised weights from {wan / COMPONENT}"
+    stale = [f"  stale: {mismatch}" for mismatch in loaded.report.stale]
+    assert lines[1 : 1 + len(stale)] == stale
+    assert lines[1 + len(stale)].startswith(f"  {COMPONENT} (WanTransformer3DModel): ")
+
+
+def test_a_loaded_checkpoint_is_explained(wan: Path) -> None:
+    lines = load(wan / "fp8").report.explain().splitlines()
+    assert lines[0] == f"baked weights from {wan / 'fp8'}"
+    assert lines[2].startswith("    fp8: 21 layers, data ")
 
 
 def test_requantising_needs_the_source_that_was_baked(wan: Path, tmp_path: Path) -> None:
@@ -208,6 +219,37 @@ def test_requantising_needs_the_source_that_was_baked(wan: Path, tmp_path: Path)
     save_dense("wan2.1-i2v-14b", i2v)
     with pytest.raises(RequestError, match=r"config\.json is not the one that was baked"):
         load(wan / "stale", on_stale="requantise", source=i2v)
+
+
+def test_requantising_refuses_other_weights_of_the_same_config(wan: Path, tmp_path: Path) -> None:
+    other = tmp_path / COMPONENT
+    shutil.copytree(wan / COMPONENT, other)
+    shard = other / "diffusion_pytorch_model.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(RequestError, match=f"{shard.name} holds other bytes than were baked"):
+        load(wan / "stale", on_stale="requantise", source=other)
+    shard.write_bytes(content[:-2])
+    with pytest.raises(RequestError, match=f"{shard.name} has {len(content) - 2} bytes"):
+        load(wan / "stale", on_stale="requantise", source=other)
+    shard.rename(other / "diffusion_pytorch_model.fp16.safetensors")
+    with pytest.raises(RequestError, match=f"its weight files are not {shard.name}"):
+        load(wan / "stale", on_stale="requantise", source=other)
+
+
+def test_a_device_that_is_not_there_is_one_sentence(wan: Path) -> None:
+    for device in ("banana", "cuda:99"):
+        with pytest.raises(RequestError, match=f"'{device}' cannot be used"):
+            load(wan / "fp8", device=device)
+
+
+def test_another_component_than_the_folder_s_is_refused(wan: Path) -> None:
+    assert load(wan / "fp8", component=COMPONENT).report.used == "baked"
+    with pytest.raises(RequestError, match="is the component 'transformer', not 'foo'"):
+        load(wan / "fp8", component="foo")
+    with pytest.raises(RequestError, match="an empty name was given"):
+        load("")
 
 
 def test_a_sound_checkpoint_is_not_requantised(wan: Path) -> None:

@@ -202,6 +202,35 @@ def test_a_stray_pickle_is_corrupt(copy: Path) -> None:
     assert findings(copy, CorruptCheckpointError) == {"pickle_stray"}
 
 
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("x.BIN", "pickle_stray"),
+        ("x.GGUF", "file_stray"),
+        ("x.msgpack", "file_stray"),
+        ("x.py", "file_stray"),
+        ("x.SafeTensors", "shard_stray"),
+        ("sub/x.txt", "folder_stray"),
+    ],
+)
+def test_what_the_header_does_not_list_is_corrupt(copy: Path, name: str, code: str) -> None:
+    (copy / name).parent.mkdir(exist_ok=True)
+    (copy / name).write_bytes(b"")
+    assert findings(copy, CorruptCheckpointError) == {code}
+
+
+def test_what_was_copied_beside_the_weights_is_checked(root: Path, tmp_path: Path) -> None:
+    source = tmp_path / COMPONENT
+    shutil.copytree(root / COMPONENT, source)
+    (source / "LICENSE.txt").write_text("open")
+    bake(source, tmp_path / "out", plan=plan_for(source, "int8"))
+    validate(tmp_path / "out", full=True)
+    (tmp_path / "out" / "LICENSE.txt").write_text("shut")
+    assert findings(tmp_path / "out", CorruptCheckpointError) == {"file_sha256"}
+    (tmp_path / "out" / "LICENSE.txt").unlink()
+    assert findings(tmp_path / "out", CorruptCheckpointError) == {"file_missing"}
+
+
 def test_a_wrong_index_total_is_corrupt(copy: Path) -> None:
     index = copy / f"{SHARD}.index.json"
     values = json.loads(index.read_bytes())
@@ -220,7 +249,7 @@ def test_an_index_that_names_a_tensor_elsewhere_is_corrupt(copy: Path) -> None:
     assert findings(copy, CorruptCheckpointError) >= {"tensor_misplaced"}
 
 
-@pytest.mark.parametrize("change", ["class", "quantization_config", "kept", "unreadable"])
+@pytest.mark.parametrize("change", ["class", "quantization_config", "kept", "empty", "unreadable"])
 def test_a_changed_config_is_corrupt(copy: Path, change: str) -> None:
     config = copy / "config.json"
     values = json.loads(config.read_bytes())
@@ -234,6 +263,9 @@ def test_a_changed_config_is_corrupt(copy: Path, change: str) -> None:
     elif change == "kept":
         values["quantization_config"]["modules_to_not_convert"].pop()
         expected.add("quantization_config")
+    elif change == "empty":
+        values = {}
+        expected |= {"class_name", "quantization_config"}
     else:
         expected = {"config_json"}
     config.write_text("{" if change == "unreadable" else json.dumps(values))
@@ -415,6 +447,9 @@ def test_a_scheme_that_is_denied_today_is_stale(root: Path, tmp_path: Path) -> N
     with pytest.raises(StaleCheckpointError) as caught:
         validate(tmp_path / "out")
     assert [item.code for item in caught.value.mismatches] == ["denied"]
+    assert caught.value.remedy == (
+        "bake it again, or load it with on_stale='requantise' and source=, the dense component"
+    )
     assert "wan.deny.mxfp8" in caught.value.mismatches[0].found
 
 
