@@ -7,7 +7,6 @@ Everything is checked before a byte is written. Shard contents belong to ``layou
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import time
@@ -41,6 +40,7 @@ from quantpolicy.inventory.weight_files import CONFIG_FILE, PICKLE_SUFFIXES
 from quantpolicy.model_folder import is_repo_id, repo_of
 from quantpolicy.plan import QuantPlan
 from quantpolicy.record import sha256_of
+from quantpolicy.versions import installed_version
 
 PACKAGES = ("quantpolicy", "torch", "torchao", "diffusers")
 _WEIGHT_SUFFIXES = PICKLE_SUFFIXES | {".safetensors", ".gguf", ".onnx", ".msgpack", ".h5"}
@@ -228,7 +228,7 @@ def _header(
         },
         files=companions,
         counts=counts,
-        versions={name: _version(name) for name in PACKAGES},
+        versions={name: installed_version(name) for name in PACKAGES},
     )
 
 
@@ -251,13 +251,6 @@ def _count(part: SourceComponent, shards: tuple[ShardLayout, ...], folder: Path)
         dense_bytes=files.dense_bytes(),
         source_bytes=sum(shard.source.file_bytes for shard in shards),
     )
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _is_companion(path: Path) -> bool:

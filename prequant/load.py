@@ -33,7 +33,7 @@ from quantpolicy.resolver import resolve
 from quantpolicy.runtime.apply import apply_plan, switch_execution
 from quantpolicy.runtime.count import count_component, count_mismatches
 from quantpolicy.runtime.execution import refuse_saving
-from quantpolicy.runtime.report import ComponentReport
+from quantpolicy.runtime.report import ComponentReport, explain_component
 from quantpolicy.runtime.smoke import smoke_test
 from quantpolicy.schemes import Execution
 
@@ -65,6 +65,12 @@ class LoadReport(Record):
     plan_digest: str
     stale: tuple[str, ...]
     component: ComponentReport
+
+    def explain(self) -> str:
+        """Return the report as text for a person."""
+        lines = [f"{self.used} weights from {self.source}"]
+        lines += [f"  stale: {mismatch}" for mismatch in self.stale]
+        return "\n".join([*lines, *explain_component(self.component)])
 
 
 @dataclass(frozen=True, slots=True)

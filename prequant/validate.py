@@ -153,7 +153,10 @@ def raise_findings(path: Path, findings: list[Findings]) -> None:
         )
     if stale:
         raise StaleCheckpointError(
-            str(path), stale, remedy="bake it again, or load it with on_stale='requantise'"
+            str(path),
+            stale,
+            remedy="bake it again, or load it with on_stale='requantise' and source=, the dense "
+            "component",
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from quantpolicy.candidates import OFFERED, Assessment, Case, Refusal, assess
@@ -126,6 +126,9 @@ def denial(
         stands = f", which stands at {case.rules.origin(refusal.rule)}"
     elif refusal.flag:
         lift = f", or ask for {refusal.flag}"
+    elif refusal.because is Cause.NO_LAYERS:
+        features = _largest_min_features(case, names, chosen)
+        lift = f", or give --min-features {features} or less" if features else ""
     return DeniedError(
         f"{case.target.family} {name} on {case.host.name}",
         f"{chosen.scheme} was asked for: {refusal.detail}{stands}",
@@ -138,6 +141,21 @@ def denial(
         rule=refusal.rule,
         evidence=refusal.evidence,
     )
+
+
+def _largest_min_features(case: Case, names: Sequence[str], chosen: Contender) -> int:
+    """Return the largest minimum of features under which the scheme is sound, 0 for none."""
+    sizes = {
+        min(group.sample.in_features, group.sample.out_features)
+        for part in chosen.parts
+        for group, verdict in zip(case.grouped[part.component].groups, part.verdicts, strict=True)
+        if verdict.because is Cause.MIN_FEATURES
+    }
+    for size in sorted(sizes, reverse=True):
+        request = case.request.model_copy(update={"min_features": size})
+        if _is_sound(replace(case, request=request), names, chosen.scheme):
+            return size
+    return 0
 
 
 def _is_sound(case: Case, names: Sequence[str], scheme: Scheme) -> bool:

@@ -163,9 +163,12 @@ def _by_config(families: list[str], rules: RuleTable, clues: Clues, how: list[st
     nearest = [family for family, score in pool.items() if score == best]
     facts = rules.families[nearest[0]].recognise.config
     equal = [f"{key} {value}" for key, value in facts.items() if config.get(key) == _plain(value)]
+    fact = ", ".join(equal)
     if not whole:
-        how.append("the nearest configuration of the table")
-    return _narrow(families, nearest, ", ".join(equal), how) if equal else nearest
+        same = f" (the same: {fact})" if fact else ""
+        how.append(f"nearest to the configuration of {' and '.join(nearest)}{same}")
+        return nearest
+    return _narrow(families, nearest, fact, how) if fact else nearest
 
 
 def _fact_score(facts: Mapping[str, object], config: Mapping[str, object]) -> tuple[int, int]:

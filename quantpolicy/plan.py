@@ -265,6 +265,13 @@ class QuantPlan(Record):
         try:
             plan = cls.model_validate(body)
             found = {key: getattr(plan, key) for key in digests}
+        except RequestError as error:
+            raise RequestError(
+                f"{where}.request.{error.where}",
+                error.found,
+                allowed=error.allowed,
+                remedy="resolve the plan again with this version",
+            ) from error
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(str(part) for part in first["loc"])

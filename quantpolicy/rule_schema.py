@@ -19,8 +19,7 @@ class Effect(StrEnum):
     exclude: the matched Linears stay dense under the scheme.
     pad_rows: the matched Linears are quantised, and few activation rows are padded at run time.
     keep_dense_if_resident: when auto arrives at the scheme because a faster one is denied, a
-        component that fits
-        memory in full stays dense.
+        component that fits memory in full stays dense.
     """
 
     DENY = "deny"

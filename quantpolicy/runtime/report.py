@@ -159,14 +159,15 @@ class ApplyReport(Record):
             f"execution {self.execution.value}"
         ]
         for part in self.components.values():
-            lines += _component_lines(part)
+            lines += explain_component(part)
         lines += [f"  not applied: {decision.detail}" for decision in self.decisions]
         lines += [f"  mounted: {name}" for name in self.mounted]
         lines += [f"  not mounted: {name}: {why}" for name, why in self.declined.items()]
         return "\n".join(lines)
 
 
-def _component_lines(part: ComponentReport) -> list[str]:
+def explain_component(part: ComponentReport) -> list[str]:
+    """Return the lines on one component in a report for a person."""
     if not part.schemes:
         return [f"  {part.name} ({part.class_name}): dense, {format_bytes(part.dense_bytes)}"]
     lines = [

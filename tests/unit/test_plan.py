@@ -62,6 +62,10 @@ def test_a_plan_file_reads_back(tmp_path: Path) -> None:
         (lambda plan: plan.update(schema_version=99), r"plan\.schema_version: Input should be 1"),
         (lambda plan: plan.pop("schema_version"), r"plan\.schema_version: Input should be 1"),
         (lambda plan: plan.update(tier="fast"), r"plan\.tier"),
+        (
+            lambda plan: plan["request"].update(frames=0),
+            r"^plan\.request\.frames: 0 where a number of at least 1 is meant; resolve the plan",
+        ),
         (lambda plan: plan.update(family="other"), r"plan\.plan_digest: .* does not match"),
         (lambda plan: plan.pop("plan_digest"), r"plan\.plan_digest: None does not match"),
         (

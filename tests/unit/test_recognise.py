@@ -338,6 +338,31 @@ def test_known_repository_is_taken_as_released(rules: RuleTable) -> None:
             assert "taken as released" in target.recognised_by
 
 
+@pytest.mark.parametrize(
+    ("family", "changed", "how"),
+    [
+        (
+            "wan2.2-ti2v-5b",
+            {"in_channels": 160},
+            "class WanTransformer3DModel; nearest to the configuration of wan2.2-ti2v-5b "
+            "(the same: num_attention_heads 24)",
+        ),
+        (
+            "hunyuanvideo-1.5",
+            {"target_size": 1000},
+            "class HunyuanVideo15Transformer3DModel; nearest to the configuration of "
+            "hunyuanvideo-1.5 and hunyuanvideo-1.5-720p; told from hunyuanvideo-1.5-720p by "
+            "nothing, and their rules are the same",
+        ),
+    ],
+)
+def test_a_config_like_no_family_is_told_from_the_nearest(
+    rules: RuleTable, family: str, changed: dict[str, object], how: str
+) -> None:
+    target = target_from({**released_config(rules, family), **changed}, rules)
+    assert (target.family, target.recognised_by) == (family, how)
+
+
 def test_repository_in_a_config_decides_between_equal_ones(rules: RuleTable) -> None:
     config = released_config(rules, "wan2.2-t2v-a14b")
     repo = rules.families["wan2.2-t2v-a14b"].recognise.repos[0]

@@ -152,6 +152,26 @@ def test_fused_execution_refuses_what_its_ops_do_not_multiply(scheme, host, foun
     assert plan.components["transformer"].scheme == scheme
 
 
+@pytest.mark.parametrize(
+    ("shapes", "way_out"),
+    [
+        ([(256, 320), (320, 384)], ", or give --min-features 320 or less"),
+        ([(320, 330), (256, 320)], ", or give --min-features 256 or less"),
+        ([(250, 330)], ""),
+    ],
+)
+def test_a_scheme_that_min_features_leaves_no_linear_offers_to_lower_it(shapes, way_out) -> None:
+    goal = target(*(linear(f"blocks.0.{n}", n, k) for n, k in shapes))
+    with pytest.raises(DeniedError) as caught:
+        plan_of(goal, transformer="fp8")
+    assert caught.value.remedy == f"give --transformer one of these{way_out}"
+    if way_out:
+        least = int(way_out.split()[4])
+        assert plan_of(goal, transformer="fp8", min_features=least).components["transformer"].layers
+        with pytest.raises(DeniedError):
+            plan_of(goal, transformer="fp8", min_features=least + 1)
+
+
 def test_auto_leaves_a_decision_for_what_fused_execution_does_not_multiply() -> None:
     goal = target(family="ruled")
     plan = plan_of(goal, "b200", lift=["ruled.deny.mxfp8"], execution="fused")
