@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from quantpolicy.runtime.weights import WEIGHT_FLOOR
-from quantpolicy.schemes import Scheme
+from quantpolicy.schemes import ROW_SCALED, Scheme
 
-ROW_SCHEMES = frozenset({Scheme.INT8, Scheme.FP8})
 STEP_VALUES = 1 << 18
 TORCH_VALUES = 1 << 15
 
@@ -41,7 +40,7 @@ class RowQuantiser:
     """
 
     def __init__(self, scheme: Scheme, dtype: torch.dtype, data_dtype: torch.dtype) -> None:
-        if scheme not in ROW_SCHEMES:
+        if scheme not in ROW_SCALED:
             raise ValueError(f"{scheme} is not a row-wise scheme")
         self._numpy_dtype, self._torch_dtype, self._magnitude, self._non_finite = _PATTERNS[dtype]
         self._is_int8 = scheme is Scheme.INT8

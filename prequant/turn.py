@@ -14,11 +14,11 @@ from prequant import pool
 from prequant.encode import TILE_ROWS, TORCH_DTYPES
 from prequant.layout import Job, Mode
 from prequant.pool import BufferPool, view_of
-from prequant.rows import ROW_SCHEMES, NonFiniteError, RowQuantiser
+from prequant.rows import NonFiniteError, RowQuantiser
 from quantpolicy.errors import Mismatch, PlanMismatchError
 from quantpolicy.plan import SchemeSettings
 from quantpolicy.runtime.weights import quantise_weight, tensor_parts
-from quantpolicy.schemes import Scheme
+from quantpolicy.schemes import ROW_SCALED, Scheme
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class _WeightQuantiser:
         assert job.encoding is not None
         rows = source.view(-1, job.layer.shape[1]).to(job.dtype)
         try:
-            if job.layer.scheme in ROW_SCHEMES:
+            if job.layer.scheme in ROW_SCALED:
                 yield self._by_row(job, rows, source_bytes)
             else:
                 yield from self._by_tile(job, rows, source_bytes)

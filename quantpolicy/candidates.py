@@ -22,6 +22,7 @@ from quantpolicy.request import Request
 from quantpolicy.rule_schema import Effect, FamilySpec, Rule, SchemePolicy
 from quantpolicy.rules import RuleTable
 from quantpolicy.schemes import (
+    ROW_SCALED,
     Cause,
     ComponentKind,
     Confidence,
@@ -31,26 +32,7 @@ from quantpolicy.schemes import (
 )
 from quantpolicy.target import Target, TargetComponent
 
-OFFERED = {
-    ComponentKind.DENOISER: (
-        Scheme.DENSE,
-        Scheme.INT8,
-        Scheme.FP8,
-        Scheme.MXFP8,
-        Scheme.NVFP4,
-    ),
-    ComponentKind.TEXT_ENCODER: (
-        Scheme.DENSE,
-        Scheme.INT8,
-        Scheme.FP8,
-        Scheme.NVFP4,
-        Scheme.LAYERWISE_FP8,
-    ),
-    ComponentKind.VAE: (Scheme.DENSE, Scheme.LAYERWISE_FP8),
-}
-
-# What fused ops multiply, and the float8 type they know.
-FUSED_SCHEMES = frozenset({Scheme.INT8, Scheme.FP8})
+# The float8 type that fused ops know.
 FUSED_FP8_DTYPE = "float8_e4m3fn"
 
 # Schemes that multiply in a float8 type, which the host's matrix units must have.
@@ -201,8 +183,8 @@ def execution_refusal(scheme: Scheme, execution: Execution, host: Host) -> str:
     """
     if execution is not Execution.FUSED or scheme is Scheme.LAYERWISE_FP8:
         return ""
-    if scheme not in FUSED_SCHEMES:
-        return f"fused execution multiplies {' and '.join(sorted(FUSED_SCHEMES))} only"
+    if scheme not in ROW_SCALED:
+        return f"fused execution multiplies {' and '.join(sorted(ROW_SCALED))} only"
     if scheme is Scheme.FP8 and host.fp8_dtype != FUSED_FP8_DTYPE:
         return f"fused execution multiplies {FUSED_FP8_DTYPE}, and {host.name} {host.fp8_dtype}"
     return ""
@@ -243,7 +225,7 @@ def _refuse(
     for rule in denials:
         detail = f"denied by rule {describe_rule(rule)}"
         return Refusal(rule.because, detail, rule.id, rule.evidence)
-    if scheme not in OFFERED[component.kind]:
+    if component.kind not in policy.kinds:
         detail = f"{scheme} is not offered for {name}"
         return Refusal(Cause.NOT_OFFERED, detail)
     detail = host_refusal(scheme, policy, case.host)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from quantpolicy.candidates import OFFERED, Assessment, Case, Refusal, assess
+from quantpolicy.candidates import Assessment, Case, Refusal, assess
 from quantpolicy.errors import DeniedError, RequestError
 from quantpolicy.plan import Decision, MemoryPlan
 from quantpolicy.schemes import Cause, ComponentKind, Scheme
@@ -118,7 +118,7 @@ def denial(
             remedy=f"give one of these as the model, or leave {flag} out",
         )
     names = [part.component for part in chosen.parts]
-    runs = [scheme for scheme in OFFERED[component.kind] if _is_sound(case, names, scheme)]
+    runs = [scheme for scheme in Scheme if _is_sound(case, names, scheme)]
     lift = stands = ""
     if refusal.rule:
         if _is_sound(case.lifting(refusal.rule), names, chosen.scheme):

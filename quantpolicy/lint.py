@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 from quantpolicy.errors import RequestError, RuleTableError
 from quantpolicy.fusions import fusion_places
+from quantpolicy.host import load_presets
 from quantpolicy.inventory.model import Inventory, LinearFacts
 from quantpolicy.inventory.shipped import load_inventory
 from quantpolicy.match import first_matching_token, matches_token
@@ -22,8 +24,6 @@ from quantpolicy.record import Record
 from quantpolicy.rule_schema import ComponentSpec, Effect, FamilySpec, Rule
 from quantpolicy.rules import RuleTable, is_whole_table, load_table
 from quantpolicy.schemes import Cause, ComponentKind, Scheme
-
-SMALL_ROWS = 16
 
 _MODULE_EFFECTS = (Effect.EXCLUDE, Effect.PAD_ROWS)
 _MEASURED_CAUSES = (Cause.OUTLIERS, Cause.BLACK_FRAMES, Cause.SEMANTIC_DAMAGE, Cause.SLOWER)
@@ -41,7 +41,7 @@ class LintFinding(Record):
 
     Args:
         code: stable name of the check.
-        where: file and line of the rule, or the section concerned.
+        where: file and line of the rule or of the section concerned.
     """
 
     severity: Severity
@@ -113,7 +113,7 @@ def _lint_table(table: RuleTable) -> Iterator[LintFinding]:
     yield from _missing_evidence(table)
     released: list[Released] = []
     for family, spec in table.families.items():
-        found, findings = _released_components(family, spec)
+        found, findings = _released_components(table, family, spec)
         released += found
         yield from findings
     for rule_id in table.rule_ids():
@@ -121,7 +121,7 @@ def _lint_table(table: RuleTable) -> Iterator[LintFinding]:
         yield from _unjustified(table, table.rule(rule_id), released)
     for item in released:
         yield from _fusion_counts(table, item)
-        yield from _unprobed(item)
+        yield from _unprobed(table, item)
         yield from _uncovered(table, item)
     if len(released) == sum(bool(part.inventory) for _, part in _components(table)):
         yield from _never_winning(table)
@@ -132,7 +132,9 @@ def _components(table: RuleTable) -> Iterator[tuple[str, ComponentSpec]]:
         yield from ((family, component) for component in spec.components.values())
 
 
-def _released_components(family: str, spec: FamilySpec) -> tuple[list[Released], list[LintFinding]]:
+def _released_components(
+    table: RuleTable, family: str, spec: FamilySpec
+) -> tuple[list[Released], list[LintFinding]]:
     released, findings = [], []
     for name, component in spec.components.items():
         if not component.inventory:
@@ -141,7 +143,7 @@ def _released_components(family: str, spec: FamilySpec) -> tuple[list[Released],
             inventory = load_inventory(component.inventory)
             released.append(Released(family, name, component, inventory))
         except RequestError as error:
-            where = f"families.{family}.components.{name}.inventory"
+            where = table.where("families", family, "components", name, "inventory")
             findings.append(_error("inventory", where, str(error)))
     return released, findings
 
@@ -154,9 +156,8 @@ def _unused_evidence(table: RuleTable) -> Iterator[LintFinding]:
         used.update(name for use in spec.fusions.values() for name in use.evidence)
     for name in table.evidence:
         if name not in used:
-            yield _warning(
-                "unused_evidence", f"evidence.{name}", "nothing cites it; cite or remove it"
-            )
+            where = table.where("evidence", name)
+            yield _warning("unused_evidence", where, "nothing cites it; cite or remove it")
 
 
 def _missing_evidence(table: RuleTable) -> Iterator[LintFinding]:
@@ -206,7 +207,7 @@ def _fusion_counts(table: RuleTable, item: Released) -> Iterator[LintFinding]:
         if count != use.expect:
             yield _error(
                 "fusion_expect",
-                f"families.{item.family}.fusions.{fusion}",
+                table.where("families", item.family, "fusions", fusion),
                 f"its parts stand in {count} modules of {item.name}, expect says {use.expect}; "
                 "correct within, parts or the number",
             )
@@ -224,7 +225,14 @@ def needs_rule(linear: LinearFacts, spec: FamilySpec, cause: Cause) -> bool:
     if cause is Cause.ZERO_ROWS:
         return linear.zero_rows
     rows = fewest_rows(linear, spec)
-    return rows is not None and rows <= SMALL_ROWS
+    return rows is not None and rows < _int8_rows(linear.in_features, linear.has_bias)
+
+
+@lru_cache
+def _int8_rows(in_features: int, has_bias: bool) -> int:
+    """Return the rows that int8 takes on every host preset."""
+    hosts = load_presets().values()
+    return max(host.min_rows(Scheme.INT8, in_features, has_bias) for host in hosts)
 
 
 def _uncovered(table: RuleTable, item: Released) -> Iterator[LintFinding]:
@@ -245,7 +253,7 @@ def _uncovered(table: RuleTable, item: Released) -> Iterator[LintFinding]:
         if names:
             yield _error(
                 f"uncovered_{cause.value}",
-                f"families.{item.family}.components.{item.name}",
+                table.where("families", item.family, "components", item.name),
                 f"the probe finds {cause.value} in {_listed(names)}, and no {scheme.value} rule "
                 f"covers them; add an exclude or pad_rows rule",
             )
@@ -277,13 +285,13 @@ def _unjustified(table: RuleTable, rule: Rule, released: list[Released]) -> Iter
         )
 
 
-def _unprobed(item: Released) -> Iterator[LintFinding]:
+def _unprobed(table: RuleTable, item: Released) -> Iterator[LintFinding]:
     """Find denoiser Linears without rows; those of a text encoder depend on the prompt alone."""
     names = [linear.name for linear in item.inventory.linears if linear.rows is None]
     if names and item.spec.kind is ComponentKind.DENOISER:
         yield _error(
             "unprobed",
-            f"families.{item.family}.components.{item.name}.inventory",
+            table.where("families", item.family, "components", item.name, "inventory"),
             f"the rows of {_listed(names)} are not known; probe the class and generate it again",
         )
 

@@ -21,7 +21,7 @@ def compare_released(table: RuleTable) -> Iterator[tuple[str, str]]:
         for name, component in spec.components.items():
             if component.inventory and component.class_name and component not in seen:
                 seen.append(component)
-                where = f"families.{family}.components.{name}"
+                where = table.where("families", family, "components", name)
                 yield from ((where, message) for message in _differences(component))
 
 

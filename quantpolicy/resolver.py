@@ -29,6 +29,7 @@ from quantpolicy.plan import (
     SchemeSettings,
 )
 from quantpolicy.request import Request
+from quantpolicy.rule_schema import WeightDtype
 from quantpolicy.schemes import Cause, ComponentKind, Quality, Scheme, SchemeChoice, Tier
 from quantpolicy.workload import plan_workload
 
@@ -173,16 +174,11 @@ def _settings(case: Case, scheme: Scheme) -> SchemeSettings:
     if scheme is Scheme.DENSE:
         return SchemeSettings()
     policy = case.rules.schemes[scheme]
-    weight_dtypes = {
-        Scheme.INT8: "int8",
-        Scheme.FP8: case.host.fp8_dtype,
-        Scheme.MXFP8: "float8_e4m3fn",
-        Scheme.NVFP4: "float4_e2m1fn_x2",
-        Scheme.LAYERWISE_FP8: "float8_e4m3fn",
-    }
+    own = policy.weight_dtype
+    is_of_host = own is WeightDtype.HOST_FLOAT8
     return SchemeSettings(
         granularity=policy.granularity,
-        weight_dtype=weight_dtypes[scheme],
+        weight_dtype=case.host.fp8_dtype if is_of_host else own.value,
         activation_floor=policy.activation_floor,
     )
 

@@ -95,6 +95,15 @@ class Rule(Record):
     note: str = ""
 
 
+class WeightDtype(StrEnum):
+    """What a scheme's data is stored in; ``host``: the float8 type that the host multiplies."""
+
+    INT8 = "int8"
+    FLOAT8 = "float8_e4m3fn"
+    FLOAT4 = "float4_e2m1fn_x2"
+    HOST_FLOAT8 = "host"
+
+
 class SchemePolicy(Record):
     """What a scheme requires of hosts and layers, and how its bytes are made.
 
@@ -104,6 +113,7 @@ class SchemePolicy(Record):
         rocm_archs: ROCm architectures that run it.
         backends: back ends other than CUDA and ROCm that run it.
         dtypes: weight dtypes it can be made from.
+        kinds: kinds of components that it is offered for.
         evidence: ids of the evidence records behind these requirements.
     """
 
@@ -113,6 +123,8 @@ class SchemePolicy(Record):
     rocm_archs: tuple[str, ...] = ()
     backends: tuple[Backend, ...] = ()
     dtypes: tuple[str, ...]
+    weight_dtype: WeightDtype
+    kinds: tuple[ComponentKind, ...]
     activation_floor: float = 0.0
     evidence: tuple[str, ...] = ()
 

@@ -104,6 +104,14 @@ class RuleTable:
         source, path = self._places[rule_id]
         return f"{source.name}:{source.line(path)}"
 
+    def where(self, *path: str | int) -> str:
+        """Return the place of a value, such as ``families.yaml:9 evidence.d.one``; see ``origin``.
+
+        Where several files give it, the last one counts.
+        """
+        sources = [source for source in self.sources if source.has(path)]
+        return (sources or self.sources[:1])[-1].where(path)
+
     def with_overlays(self, *paths: str | Path) -> RuleTable:
         """Return this table with further overlays merged in; see ``load_rules``."""
         base, *given = self.sources

@@ -96,6 +96,9 @@ class Cause(StrEnum):
     DENSE_COMPONENT = "dense_component"
 
 
+# Schemes stored as one byte a value and one scale a row, which fused ops multiply as they are.
+ROW_SCALED = frozenset({Scheme.INT8, Scheme.FP8})
+
 RULE_CAUSES = frozenset(
     {
         Cause.ZERO_ROWS,

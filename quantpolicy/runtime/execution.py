@@ -11,7 +11,6 @@ from contextlib import ExitStack
 
 from torch import nn
 
-from quantpolicy.candidates import FUSED_SCHEMES
 from quantpolicy.errors import KernelMountError, Mismatch, RequestError
 from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.plan import ComponentPlan, QuantPlan
@@ -20,7 +19,7 @@ from quantpolicy.runtime.joined import JoinedLinear, join_linears, separate_line
 from quantpolicy.runtime.locate import adapted_linears, linear_modules, linears_by_weight, roots_of
 from quantpolicy.runtime.mount import UnmountReport
 from quantpolicy.runtime.report import ComponentReport
-from quantpolicy.schemes import Execution
+from quantpolicy.schemes import ROW_SCALED, Execution
 
 FUSED, JOINED = "fused_execution", "joined_projections"
 _SAVE = "save_pretrained"
@@ -62,7 +61,7 @@ def switch_component(
     linears, _ = linear_modules(root)
     sharing = linears_by_weight(root)
     for layer in part.layers:
-        if layer.scheme in FUSED_SCHEMES:
+        if layer.scheme in ROW_SCALED:
             for module in sharing[id(linears[layer.name].weight)]:
                 _check_hooks(layer.name, module)
                 FusedLinear.adopt(module, name=f"{name}.{layer.name}")
@@ -79,7 +78,7 @@ def execution_mismatches(
 ) -> Iterator[Mismatch]:
     """Yield where the Linears found are not run as the plan says."""
     is_fused = plan.execution is Execution.FUSED
-    planned = sum(layer.scheme in FUSED_SCHEMES for layer in part.layers) if is_fused else 0
+    planned = sum(layer.scheme in ROW_SCALED for layer in part.layers) if is_fused else 0
     found = sum(count.fused for count in report.schemes)
     if found != planned:
         yield Mismatch("fused_count", report.name, f"{planned} fused layers", str(found))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from quantpolicy.candidates import FUSED_SCHEMES
 from quantpolicy.errors import KernelMountError
 from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.plan import SchemeSettings
 from quantpolicy.runtime.linear import guard_linear
 from quantpolicy.runtime.weights import quantise_weight
-from quantpolicy.schemes import Execution, Scheme
+from quantpolicy.schemes import ROW_SCALED, Execution, Scheme
 
 FEATURES = 256
 ROWS = 32
@@ -50,7 +49,7 @@ def smoke_test(
         linear.weight = nn.Parameter(quantise_weight(weight, scheme, settings), requires_grad=False)
         linear.bias = nn.Parameter(torch.ones(FEATURES, device=device, dtype=dtype))
         guarded: nn.Linear = guard_linear(linear)
-        if execution is Execution.FUSED and scheme in FUSED_SCHEMES:
+        if execution is Execution.FUSED and scheme in ROW_SCALED:
             guarded = FusedLinear.adopt(guarded)
         output = guarded(rows).float()
         error = float((output - dense).norm() / dense.norm())

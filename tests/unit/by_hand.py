@@ -15,13 +15,18 @@ version: 1
 min_features: 512
 schemes:
   int8: {granularity: per_row, alignment: 16, min_sm: 75, rocm_archs: [gfx942], backends: [cpu],
-    dtypes: [bfloat16, float16]}
+    dtypes: [bfloat16, float16],
+    weight_dtype: int8, kinds: [denoiser, text_encoder]}
   fp8: {granularity: per_row, alignment: 16, min_sm: 89, rocm_archs: [gfx942],
-    dtypes: [bfloat16], activation_floor: 1.0e-12}
-  mxfp8: {granularity: block_32, alignment: 32, min_sm: 100, dtypes: [bfloat16]}
-  nvfp4: {granularity: block_16, alignment: 32, min_sm: 100, dtypes: [bfloat16]}
+    dtypes: [bfloat16], activation_floor: 1.0e-12,
+    weight_dtype: host, kinds: [denoiser, text_encoder]}
+  mxfp8: {granularity: block_32, alignment: 32, min_sm: 100, dtypes: [bfloat16],
+    weight_dtype: float8_e4m3fn, kinds: [denoiser]}
+  nvfp4: {granularity: block_16, alignment: 32, min_sm: 100, dtypes: [bfloat16],
+    weight_dtype: float4_e2m1fn_x2, kinds: [denoiser, text_encoder]}
   layerwise_fp8: {granularity: cast, alignment: 1, min_sm: 75, rocm_archs: [gfx942],
-    backends: [cpu], dtypes: [bfloat16]}
+    backends: [cpu], dtypes: [bfloat16],
+    weight_dtype: float8_e4m3fn, kinds: [text_encoder, vae]}
 ladders:
   - {backend: cuda, host_classes: [data_center], min_sm: 100, schemes: [fp8, mxfp8, int8]}
   - {backend: cuda, host_classes: [data_center], min_sm: 89, schemes: [fp8, int8]}

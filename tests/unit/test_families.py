@@ -319,13 +319,13 @@ def test_int8_rules_and_the_probe_agree_in_both_directions(family):
 # Rows of the streams that are as long in every request: prompts padded to one length, image
 # features, and (of LTX-2) both halves of guidance.
 STEADY_ROWS = {
-    **dict.fromkeys(FAMILIES[:6], {512, 257}),
+    **{family: {512, 257} for family in FAMILIES[:6]},
     "hunyuanvideo": {256},
     "hunyuanvideo-1.5": {1000},
     "hunyuanvideo-1.5-720p": {1000},
     "ltx-2": {2048},
     "ltx-2.3": {2048},
-    **dict.fromkeys(("flux.1", "flux.2-dev", "flux.2-klein-4b", "flux.2-klein-9b"), {512}),
+    **{f"flux.{model}": {512} for model in ("1", "2-dev", "2-klein-4b", "2-klein-9b")},
     "z-image": {32},
 }
 INT8_HOSTS = [name for name, host in load_presets().items() if host.backend is not Backend.MPS]
@@ -350,8 +350,8 @@ def test_int8_never_multiplies_too_few_rows(family, host, size, frames, min_feat
     )
     try:
         plan = resolve(family, host=Host.load(host), request=request)
-    except DeniedError as error:
-        assert "takes no Linear" in str(error)
+    except DeniedError:  # no Linear is left to take
+        assert max(size) <= 160
         return
     rows = {fact.name: fact.rows for fact in shipped(family).linears}
     for layer in plan.components["transformer"].layers:

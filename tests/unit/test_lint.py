@@ -17,10 +17,13 @@ TABLE = """\
 version: 1
 min_features: 512
 schemes:
-  int8: {granularity: per_row, alignment: 16, min_sm: 75, dtypes: [bfloat16]}
+  int8: {granularity: per_row, alignment: 16, min_sm: 75, dtypes: [bfloat16],
+    weight_dtype: int8, kinds: [denoiser, text_encoder]}
   fp8:
-    {granularity: per_row, alignment: 16, min_sm: 89, dtypes: [bfloat16], activation_floor: 1e-12}
-  nvfp4: {granularity: block_16, alignment: 32, min_sm: 100, dtypes: [bfloat16]}
+    {granularity: per_row, alignment: 16, min_sm: 89, dtypes: [bfloat16], activation_floor: 1e-12,
+    weight_dtype: host, kinds: [denoiser, text_encoder]}
+  nvfp4: {granularity: block_16, alignment: 32, min_sm: 100, dtypes: [bfloat16],
+    weight_dtype: float4_e2m1fn_x2, kinds: [denoiser, text_encoder]}
 ladders:
   - {backend: cuda, host_classes: [data_center, consumer], min_sm: 89, schemes: [fp8, int8]}
   - {backend: cuda, host_classes: [data_center, consumer], min_sm: 75, schemes: [int8]}
@@ -77,7 +80,7 @@ def test_unused_evidence_is_found(tmp_path) -> None:
     assert found(tmp_path, ("evidence: [e]}", "evidence: [e], note: n}")) == []
     changes = [(", evidence: [e]}", "}"), ("because: outliers", "because: not_validated")]
     assert found(tmp_path, *changes) == [
-        ("unused_evidence", "evidence.e", "nothing cites it; cite or remove it")
+        ("unused_evidence", "families.yaml:15 evidence.e", "nothing cites it; cite or remove it")
     ]
 
 
@@ -85,7 +88,7 @@ def test_unused_evidence_is_found(tmp_path) -> None:
     ("old", "new"),
     [
         ("    title: Z\n", "    title: Z\n    measured: {fp8: [e]}\n"),
-        ("min_sm: 75, dtypes: [bfloat16]}", "min_sm: 75, dtypes: [bfloat16], evidence: [e]}"),
+        ("weight_dtype: int8,", "weight_dtype: int8, evidence: [e],"),
     ],
 )
 def test_evidence_that_a_family_or_a_scheme_cites_is_used(tmp_path, old: str, new: str) -> None:
@@ -101,7 +104,7 @@ def test_a_measured_cause_needs_evidence(tmp_path) -> None:
     assert found(tmp_path, *changes) == [
         (
             "missing_evidence",
-            "families.yaml:38",
+            "families.yaml:41",
             "z.deny: outliers is a measurement; cite its evidence",
         )
     ]
@@ -114,7 +117,7 @@ def test_a_count_that_differs_from_expect_is_found(tmp_path, new: str, shown: st
     assert found(tmp_path, ("expect: 6", new)) == [
         (
             "expect",
-            "families.yaml:24",
+            "families.yaml:27",
             f"z.fp8 matches 6 Linears of z transformer, expect says {shown}; "
             "correct the tokens or the number",
         )
@@ -130,7 +133,7 @@ def test_a_token_that_matches_nothing_is_found(tmp_path) -> None:
     assert found(tmp_path, ("[t_embedder, adaLN", "[t_embedder, time_embed, adaLN")) == [
         (
             "dead_token",
-            "families.yaml:31",
+            "families.yaml:34",
             "z.int8: token 'time_embed' matches no Linear; remove it",
         )
     ]
@@ -140,7 +143,7 @@ def test_a_small_m_layer_without_a_rule_is_found(tmp_path) -> None:
     assert found(tmp_path, ("[t_embedder, adaLN", "[adaLN"), ("expect: 35", "expect: 33")) == [
         (
             "uncovered_small_m",
-            "families.z.components.transformer",
+            "families.yaml:21 families.z.components.transformer",
             "the probe finds small_m in t_embedder.mlp.0, t_embedder.mlp.2, and no int8 rule "
             "covers them; add an exclude or pad_rows rule",
         )
@@ -153,7 +156,7 @@ def test_a_pad_rows_rule_covers_a_layer_too(tmp_path) -> None:
     pad = exclude.replace("effect: exclude", "effect: pad_rows\n        rows: 17")
     assert found(tmp_path, (exclude, pad), ("min_features: 512", "min_features: 64")) == []
     assert [item[:2] for item in found(tmp_path, (exclude, pad))] == [
-        ("dead_rule", "families.yaml:31")
+        ("dead_rule", "families.yaml:34")
     ]
 
 
@@ -162,7 +165,7 @@ def test_a_zero_row_layer_without_a_rule_is_found(tmp_path) -> None:
     assert found(tmp_path, *changes) == [
         (
             "uncovered_zero_rows",
-            "families.z.components.transformer",
+            "families.yaml:21 families.z.components.transformer",
             "the probe finds zero_rows in layers.0.attention.to_q, layers.0.attention.to_k, "
             "layers.0.attention.to_v, and no fp8 rule covers them; add an exclude or pad_rows rule",
         )
@@ -177,7 +180,7 @@ def test_a_rule_that_the_probe_does_not_justify_needs_a_note(tmp_path) -> None:
     assert found(tmp_path, *wider) == [
         (
             "unjustified",
-            "families.yaml:24",
+            "families.yaml:27",
             "z.fp8 covers z:layers.0.attention.to_out.0, where the probe finds no zero_rows; "
             "narrow the tokens, or say why in its note",
         )
@@ -200,7 +203,7 @@ def test_short_streams_count_as_few_rows(tmp_path) -> None:
 def test_an_inventory_that_does_not_ship_is_found(tmp_path) -> None:
     findings = found(tmp_path, ("inventory: z-image", "inventory: z-imag"))
     assert [item[:2] for item in findings] == [
-        ("inventory", "families.z.components.transformer.inventory")
+        ("inventory", "families.yaml:24 families.z.components.transformer.inventory")
     ]
     assert "no such inventory ships" in findings[0][2]
 
@@ -220,7 +223,7 @@ def test_a_rule_that_never_wins_is_found(tmp_path) -> None:
         LintFinding(
             severity=Severity.ERROR,
             code="dead_rule",
-            where=f"{tmp_path}/families.yaml:37",
+            where=f"{tmp_path}/families.yaml:40",
             message="z.late decides nothing on any host preset; remove it, or move it forward",
         )
     ]
@@ -238,7 +241,7 @@ def test_files_are_checked_alone_or_as_overlays(tmp_path) -> None:
     missing = tmp_path / "none.yaml"
     assert lint(base, whole) == []
     assert [(item.code, item.where) for item in lint(base, whole, good)] == [
-        ("unused_evidence", "evidence.f")
+        ("unused_evidence", f"{good}:2 evidence.f")
     ]
     findings = lint(base, bad, missing)
     assert [(item.severity, item.code, item.where) for item in findings] == [
@@ -305,7 +308,7 @@ def test_meta_compares_the_released_class_with_the_inventory(tmp_path) -> None:
         ),
     )
     findings = meta_findings(tmp_path / "families.yaml")
-    where = "families.z.components.transformer"
+    where = f"{tmp_path}/families.yaml:21 families.z.components.transformer"
     assert [item[:2] for item in findings] == [["released_class", where]] * 4
     again = "run `python -m quantpolicy.measure.generate`"
     assert findings[0][2] == (

@@ -32,8 +32,10 @@ TABLE = """\
 version: 1
 min_features: 512
 schemes:
-  int8: {granularity: per_row, alignment: 16, min_sm: 75, dtypes: [bfloat16]}
-  fp8: {granularity: per_row, alignment: 16, dtypes: [bfloat16], activation_floor: 1e-12}
+  int8: {granularity: per_row, alignment: 16, min_sm: 75, dtypes: [bfloat16],
+    weight_dtype: int8, kinds: [denoiser, text_encoder]}
+  fp8: {granularity: per_row, alignment: 16, dtypes: [bfloat16], activation_floor: 1e-12,
+    weight_dtype: host, kinds: [denoiser, text_encoder]}
 ladders:
   - {backend: cuda, host_classes: [data_center], min_sm: 89, schemes: [fp8, int8]}
   - {backend: cuda, host_classes: [data_center, consumer], schemes: [int8]}
@@ -283,7 +285,7 @@ def test_every_fault_names_its_line_its_field_and_the_fault(
 def test_the_message_of_an_unknown_scheme(tmp_path) -> None:
     error = refusal(tmp_path, replaced("schemes: [nvfp4]", "schemes: [int8, fp9]"))
     assert str(error) == (
-        f"{tmp_path}/t.yaml:18 rules[0].schemes: unknown scheme 'fp9'; known: dense, fp8, int8,"
+        f"{tmp_path}/t.yaml:20 rules[0].schemes: unknown scheme 'fp9'; known: dense, fp8, int8,"
         " layerwise_fp8, mxfp8, nvfp4; did you mean 'fp8'."
     )
 
@@ -300,9 +302,9 @@ def test_every_fault_of_the_file_is_collected(tmp_path) -> None:
     error = refusal(tmp_path, text.replace("title: Plain", "title: 7"))
     found = [short(each) for each in (error, *error.others)]
     assert found == [
-        ("t.yaml:18 rules[0].schemes", "unknown scheme 'fp9'"),
-        ("t.yaml:44 families.wan.a.rules[0]", "unknown key 'row'"),
-        ("t.yaml:48 families.plain.title", "7 where text is meant"),
+        ("t.yaml:20 rules[0].schemes", "unknown scheme 'fp9'"),
+        ("t.yaml:46 families.wan.a.rules[0]", "unknown key 'row'"),
+        ("t.yaml:50 families.plain.title", "7 where text is meant"),
     ]
     assert str(error).endswith(f"(also wrong: {error.others[0].where}, {error.others[1].where}).")
     assert [each["found"] for each in error.to_dict()["others"]] == [found[1][1], found[2][1]]
@@ -323,8 +325,8 @@ def test_a_misspelt_key_comes_before_the_key_it_leaves_missing(tmp_path) -> None
 
 def test_a_pattern_of_two_ids_names_both_places(tmp_path) -> None:
     error = refusal(tmp_path, replaced("id: wan.a.pad", "id: wan.exclude"))
-    assert short(error)[0] == "t.yaml:39 families.wan.a.rules[0].id"
-    assert error.found.endswith("/t.yaml:21")
+    assert short(error)[0] == "t.yaml:41 families.wan.a.rules[0].id"
+    assert error.found.endswith("/t.yaml:23")
 
 
 OVERLAY = overlay.__doc__ or ""
@@ -400,7 +402,8 @@ def test_override_replaces_what_it_names(tmp_path) -> None:
         override: [ladders, schemes]
         ladders: []
         schemes:
-          fp8: {granularity: per_row, alignment: 32, dtypes: [bfloat16]}
+          fp8: {granularity: per_row, alignment: 32, dtypes: [bfloat16],
+            weight_dtype: host, kinds: [denoiser]}
         evidence:
           d.one: {kind: measured, source: mine, date: 2026-12-01, override: true}
         generic:
@@ -421,13 +424,13 @@ SILENT = [
     (
         f"rules:\n  - {{id: common.deny, {DENY}}}",
         "over.yaml:2 rules[0].id",
-        "rule id 'common.deny' is already taken at {t}:18 rules[0]",
+        "rule id 'common.deny' is already taken at {t}:20 rules[0]",
         "add override: true to replace it, or rename yours",
     ),
     (
         f"generic:\n  - {{id: common.deny, override: true, {DENY}}}",
         "over.yaml:2 generic[0]",
-        "rule id 'common.deny' is already taken at {t}:18 rules[0]",
+        "rule id 'common.deny' is already taken at {t}:20 rules[0]",
         "move the overriding rule to that section",
     ),
     (
@@ -467,7 +470,8 @@ SILENT = [
         "add `override: [version]` beside it to replace, or remove it",
     ),
     (
-        "schemes:\n  int8: {granularity: per_row, alignment: 8, dtypes: [bfloat16]}",
+        "schemes:\n  int8: {granularity: per_row, alignment: 8, dtypes: [bfloat16], "
+        "weight_dtype: int8, kinds: [denoiser]}",
         "over.yaml:2 schemes.int8",
         "'int8' already has another value",
         "add `override: [schemes]` beside it to replace, or remove it",
