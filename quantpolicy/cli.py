@@ -33,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @app.command()
 def families(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Show this family alone, in detail.")
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Write a Markdown table.")] = False,
     rules: RulesOption = None,
     json: JsonOption = False,
@@ -40,10 +43,14 @@ def families(
 ) -> None:
     """List the families of the rule table: classes, schemes, measured evidence."""
     del debug
-    from quantpolicy.cli_tables import print_families
+    from quantpolicy.cli_tables import print_families, print_family
     from quantpolicy.rules import load_rules
 
-    print_families(load_rules(*(rules or ())), as_json=json, as_markdown=markdown)
+    table = load_rules(*(rules or ()))
+    if name is None:
+        print_families(table, as_json=json, as_markdown=markdown)
+    else:
+        print_family(table, name, as_json=json, as_markdown=markdown)
 
 
 @app.command()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from quantpolicy.console import markdown_table, print_json, print_table, print_text
@@ -10,6 +10,7 @@ from quantpolicy.errors import RequestError
 from quantpolicy.layers import is_met_by_floor
 from quantpolicy.rule_schema import Effect, FamilySpec
 from quantpolicy.schemes import ComponentKind, Scheme
+from quantpolicy.text import format_bytes
 
 if TYPE_CHECKING:
     from quantpolicy.inventory.model import Inventory
@@ -76,6 +77,79 @@ def print_families(rules: RuleTable, *, as_json: bool, as_markdown: bool) -> Non
     print_table(columns, rows)
     print_text("measured: evidence on this family; derived: by the probe or by analogy;")
     print_text("explicit: never chosen by auto; denied: refused by a rule, which --lift lifts.")
+
+
+def family_details(rules: RuleTable, family: str) -> dict[str, object]:
+    """Return all that the table says of a family, its rules and their evidence, as JSON values.
+
+    Raises:
+        RequestError: there is no such family; ``generic`` has rules only.
+    """
+    own = rules.rules_for(family)
+    spec = rules.families.get(family)
+    cited = [key for rule in own for key in rule.evidence]
+    if spec is not None:
+        cited += [key for keys in spec.measured.values() for key in keys]
+    return {
+        **(family_facts(rules, family) if spec is not None else {"name": family}),
+        "rules": [
+            {**rule.model_dump(mode="json"), "origin": rules.origin(rule.id)} for rule in own
+        ],
+        "evidence": {
+            key: rules.evidence[key].model_dump(mode="json") for key in dict.fromkeys(cited)
+        },
+    }
+
+
+def print_family(rules: RuleTable, family: str, *, as_json: bool, as_markdown: bool) -> None:
+    """Write one family of the table."""
+    details = family_details(rules, family)
+    if as_json:
+        print_json(details)
+        return
+    for columns, rows in _family_tables(rules, family, details):
+        if as_markdown:
+            print_text(markdown_table(columns, rows) + "\n")
+        else:
+            print_table(columns, rows)
+
+
+def _family_tables(
+    rules: RuleTable, family: str, details: Mapping[str, object]
+) -> Iterator[tuple[Sequence[str], list[list[str]]]]:
+    """Yield the columns and rows of each table about a family; empty tables are left out."""
+    facts: list[list[str]] = []
+    if family in rules.families:
+        spec = rules.families[family]
+        schemes = details["schemes"]
+        assert isinstance(schemes, dict)
+        facts = [["title", spec.title], ["repositories", ", ".join(spec.recognise.repos)]]
+        facts += [
+            [name, f"{part.class_name or part.kind}, {format_bytes(part.size_bytes)} dense"]
+            for name, part in spec.components.items()
+        ]
+        facts += [[name, _scheme_cell(scheme)] for name, scheme in schemes.items()]
+    own = [
+        [
+            rule.id,
+            rule.effect.value,
+            " ".join(rule.schemes),
+            rule.because.value,
+            " ".join(rule.tokens),
+            rules.origin(rule.id),
+        ]
+        for rule in rules.rules_for(family)
+    ]
+    evidence = details["evidence"]
+    assert isinstance(evidence, dict)
+    records = {key: rules.evidence[key] for key in evidence}
+    cited = [[key, item.kind.value, item.note or item.source] for key, item in records.items()]
+    tables = (
+        (("family", family), facts),
+        (("rule", "effect", "schemes", "because", "modules", "where"), own),
+        (("evidence", "kind", "what"), cited),
+    )
+    yield from ((columns, rows) for columns, rows in tables if rows)
 
 
 def _family_row(facts: Mapping[str, object]) -> list[str]:
