@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quantpolicy.errors import QuantPolicyError
+from quantpolicy.errors import QuantPolicyError, RequestError
 from quantpolicy.text import align
 
 if TYPE_CHECKING:
@@ -25,14 +25,21 @@ if TYPE_CHECKING:
 EXIT_PIPE = 1
 EXIT_INTERRUPTED = 130
 COLLECT_EVERY = 100_000
+RUNTIME_PACKAGES = frozenset(
+    {"torch", "torchao", "diffusers", "transformers", "accelerate", "safetensors", "numpy"}
+)
 CHATTY_LOGGERS = ("torchao", "torch.utils._pytree")
+
+
+class _OutputError(OSError):
+    """A result could not be written to stdout."""
 
 
 def run_app(app: typer.Typer, argv: Sequence[str] | None, name: str) -> int:
     """Run a command line and return its exit code; no error escapes without ``--debug``.
 
-    With ``--json`` an error of ours is JSON on stdout. What typer refuses before a command runs (an
-    unknown flag, a missing argument) stays text on stderr with exit code 2, as its usage is.
+    With ``--json`` every error is JSON on stdout, what typer refuses before a command runs (an
+    unknown flag, a missing argument) included.
 
     Args:
         argv: arguments without the program's name; None takes the process's, and then sets up the
@@ -44,17 +51,69 @@ def run_app(app: typer.Typer, argv: Sequence[str] | None, name: str) -> int:
         _tune_collector()
         quiet_libraries()
     try:
-        app(arguments, prog_name=name)
-        sys.stdout.flush()
+        code = _run(app, arguments, name)
     except QuantPolicyError as error:
-        return _report(error, arguments)
+        code = _report(error, arguments)
+    except ImportError as error:
+        code = _report(_needs_runtime(error), arguments)
     except SystemExit as stop:
-        return _flushed(stop.code)
+        code = stop.code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return _close_pipe()
-    return 0
+    except _OutputError as error:
+        _close_pipe()
+        code = _report(_of_system(error), ())
+    except OSError as error:
+        code = _report(_of_system(error), arguments)
+    return _flushed(code)
+
+
+def _run(app: typer.Typer, arguments: Sequence[str], name: str) -> str | int | None:
+    """Run a command line and return its exit code.
+
+    Raises:
+        RequestError: the arguments are refused before a command runs.
+    """
+    import typer
+
+    # UsageError of typer's own copy of click, or of click: typer names neither.
+    usage_error: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
+    try:
+        code: str | int | None = app(arguments, prog_name=name, standalone_mode=False)
+    except usage_error as error:
+        if not arguments:
+            error.show()
+            return int(error.exit_code)
+        path = error.ctx.command_path if error.ctx is not None else name
+        found = " ".join(error.format_message().split())
+        raise RequestError(path, found, remedy=f"see `{path} --help`") from error
+    return code
+
+
+def _needs_runtime(error: ImportError) -> RequestError:
+    """Return the error of a command that needs a package of the runtime extra.
+
+    Raises:
+        ImportError: another package is missing, which no extra mends.
+    """
+    package = (error.name or "").partition(".")[0]
+    if package not in RUNTIME_PACKAGES:
+        raise error
+    return RequestError(
+        f"package {package}",
+        f"needed by this command, and not usable: {error}",
+        remedy="install the runtime extra: `pip install 'quantpolicy[runtime]'`",
+    )
+
+
+def _of_system(error: OSError) -> QuantPolicyError:
+    return QuantPolicyError(
+        str(error.filename or "output"),
+        f"cannot be read or written: {error.strerror or error}",
+        remedy="check its permissions and the space left",
+    )
 
 
 def quiet_libraries() -> None:
@@ -88,11 +147,22 @@ def _skip_last_collection() -> None:
 
 def _flushed(code: str | int | None) -> int:
     """Return the exit code, after what was printed has left."""
+    error = _drain()
+    if error is None:
+        return code if isinstance(code, int) else 0
+    if not isinstance(error, BrokenPipeError):
+        note(f"error: {_of_system(error)}")
+    return EXIT_PIPE
+
+
+def _drain() -> OSError | None:
+    """Flush stdout; where that fails, drop what it holds and return why."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
-        return _close_pipe()
-    return code if isinstance(code, int) else 0
+    except OSError as error:
+        _close_pipe()
+        return error
+    return None
 
 
 def _close_pipe() -> int:
@@ -118,7 +188,12 @@ def note(text: str) -> None:
 
 def print_text(text: str) -> None:
     """Write text to stdout, with a line end."""
-    sys.stdout.write(text.rstrip("\n") + "\n")
+    try:
+        sys.stdout.write(text.rstrip("\n") + "\n")
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise _OutputError(*error.args) from error
 
 
 def print_json(value: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 
 from quantpolicy.errors import RequestError
 from quantpolicy.inventory.model import Inventory, LinearFacts
@@ -15,7 +16,12 @@ _COMPARED = ("out_features", "in_features", "dtype", "has_bias")
 
 
 def compare_released(table: RuleTable) -> Iterator[tuple[str, str]]:
-    """Yield (where, message) for every difference, each distinct model built once."""
+    """Yield (where, message) for every difference, each distinct model built once.
+
+    Raises:
+        ImportError: the packages that build the models are missing.
+    """
+    import_module("diffusers")
     seen: list[ComponentSpec] = []
     for family, spec in table.families.items():
         for name, component in spec.components.items():

@@ -151,23 +151,31 @@ def test_bad_values_are_one_sentence(
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "where", "found"),
     [
-        ("resolve",),
-        ("resolve", "ltx-2", "--speed", "fast"),
-        ("resolve", "ltx-2", "--frames", "many"),
-        ("resolve", "ltx-2", "--no-such-flag"),
-        ("no-such-command",),
-        ("--no-such-flag",),
+        (("resolve",), "quantpolicy resolve", "Missing argument 'MODEL'"),
+        (("resolve", "ltx-2", "--speed", "fast"), "quantpolicy resolve", "'fast' is not one of"),
+        (("resolve", "ltx-2", "--frames", "many"), "quantpolicy resolve", "a valid integer"),
+        (("resolve", "ltx-2", "--no-such-flag"), "quantpolicy resolve", "No such option"),
+        (("resolve", "ltx-2", "more"), "quantpolicy resolve", "unexpected extra argument"),
+        (("no-such-command",), "quantpolicy", "No such command 'no-such-command'"),
+        (("--no-such-flag",), "quantpolicy", "No such option"),
     ],
 )
-def test_usage_errors(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors_are_one_sentence(
+    arguments: tuple[str, ...], where: str, found: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "Usage: quantpolicy" in err
-    assert "Error: " in err
-    assert "Traceback" not in err
+    assert err.startswith(f"error: {where}: ")
+    assert err.endswith(f"; see `{where} --help`.\n")
+    assert (found in err, err.count("\n")) == (True, 1)
+    assert main([*arguments, "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert err == ""
+    error = json.loads(out)
+    assert (error["error"], error["where"], error["exit_code"]) == ("RequestError", where, 2)
 
 
 def test_denied_request_exits_1_with_its_trace(capsys: pytest.CaptureFixture[str]) -> None:
@@ -483,6 +491,60 @@ def test_this_machine_without_torch_is_a_request_error() -> None:
     values = json.loads(examined.stdout)
     assert values["host"] is None
     assert "cannot be detected" in values["host_missing"]
+
+
+@pytest.mark.parametrize("package", ["torch", "diffusers"])
+def test_a_command_without_the_runtime_extra_is_one_sentence(tmp_path: Path, package: str) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"_class_name": "FluxTransformer2DModel", "num_layers": 1}')
+    prequant = "import sys; from prequant.cli import main; sys.exit(main())"
+    for code, arguments in (
+        (RUN, ["resolve", str(config), "--host", "h200"]),
+        (RUN, ["lint", "--meta"]),
+        (prequant, ["demo"]),
+    ):
+        without = f"import sys; sys.modules['{package}'] = None; {code}"
+        done = subprocess.run(
+            [sys.executable, "-c", without, *arguments, "--json"],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert (done.returncode, done.stderr) == (2, "")
+        error = json.loads(done.stdout)
+        assert error["error"] == "RequestError"
+        assert "quantpolicy[runtime]" in error["remedy"]
+
+
+def test_an_import_error_of_another_package_is_not_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(self: cli_options.RequestOptions) -> None:
+        raise ModuleNotFoundError("No module named 'other'", name="other")
+
+    monkeypatch.setattr(cli_options.RequestOptions, "load", fail)
+    with pytest.raises(ModuleNotFoundError, match="other"):
+        main(["resolve", "ltx-2", "--host", "h200"])
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("resolve", "wan2.2-i2v-a14b", "--json")])
+def test_a_full_disk_is_one_sentence(arguments: tuple[str, ...]) -> None:
+    host = ("--host", "h200") if "resolve" in arguments else ()
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", RUN, *arguments, *host],
+            check=False,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: output: cannot be read or written: No space left on device; check its"
+        " permissions and the space left.\n"
+    )
 
 
 def test_names_that_are_not_text_are_escaped(tmp_path: Path) -> None:
