@@ -5,7 +5,7 @@ from __future__ import annotations
 import diffusers
 import torch
 
-from prequant.skeleton import build_skeleton, tensor_names
+from prequant.skeleton import build_skeleton, is_ignored, tensor_names
 from prequant.source import SourceComponent
 from quantpolicy.errors import Mismatch, PlanMismatchError, RequestError
 
@@ -34,15 +34,15 @@ def check_names(component: SourceComponent) -> None:
         ) from error
     known, needed = tensor_names(model)
     names = component.tensors.keys()
-    aliases = {alias for group in needed if group & names for alias in group}
     faults = [
         Mismatch("tensor_missing", min(group), "a tensor in the source", "none")
         for group in needed
-        if not group <= aliases
+        if not group & names
     ]
     faults += [
         Mismatch("tensor_unexpected", name, f"a tensor of {component.plan.class_name}", "none")
         for name in sorted(names - known)
+        if not is_ignored(model, name)
     ]
     if faults:
         raise PlanMismatchError(

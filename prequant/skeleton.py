@@ -6,6 +6,7 @@ holds are computed by the model's own constructor in the component's dtype, as d
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,6 +79,8 @@ def fill_skeleton(
     slots = _slots(model)
     faults = []
     for name, tensor in read_tensors(files, plan, device):
+        if is_ignored(model, name):
+            continue
         if name not in slots:
             faults.append(Mismatch("tensor_unexpected", name, "a tensor of the model", "none"))
             continue
@@ -155,6 +158,12 @@ def tensor_names(model: nn.Module) -> tuple[set[str], list[set[str]]]:
         groups.setdefault(id(tensor), set()).add(name)
     needed = [names for names in groups.values() if any(_is_stored(model, name) for name in names)]
     return {name for names in groups.values() for name in names}, needed
+
+
+def is_ignored(model: nn.Module, name: str) -> bool:
+    """Tell a tensor that released files hold and that the class says it leaves out."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _is_stored(model: nn.Module, name: str) -> bool:

@@ -8,7 +8,7 @@ import torch
 from baking import COMPONENT, WAN, plan_for, save_dense
 from safetensors.torch import load_file, save_file
 
-from prequant import bake
+from prequant import bake, load
 from quantpolicy.errors import PlanMismatchError, RequestError
 
 SHARD = "diffusion_pytorch_model.safetensors"
@@ -47,6 +47,15 @@ def test_tensors_too_few_and_too_many_are_named_before_a_byte_is_written(
         ("tensor_unexpected", "extra"),
     ]
     assert [path.name for path in tmp_path.iterdir()] == [COMPONENT]
+
+
+def test_tensors_that_the_class_leaves_out_are_no_fault(dense: Path, tmp_path: Path) -> None:
+    """Released Wan files hold norms that the model does not have."""
+    name = "blocks.0.attn2.norm_added_q.weight"
+    folder = changed(dense, tmp_path, lambda tensors: tensors.update({name: torch.ones(64)}))
+    bake(folder, tmp_path / "out", plan=plan_for(folder, "int8"))
+    assert name in load_file(tmp_path / "out" / SHARD)
+    assert name not in load(tmp_path / "out").model.state_dict()
 
 
 @pytest.mark.parametrize(
