@@ -34,8 +34,8 @@ from quantpolicy.runtime.apply import apply_plan, switch_execution
 from quantpolicy.runtime.count import count_component, count_mismatches
 from quantpolicy.runtime.execution import refuse_saving
 from quantpolicy.runtime.report import ComponentReport, explain_component
-from quantpolicy.runtime.smoke import smoke_test
-from quantpolicy.schemes import Execution
+from quantpolicy.runtime.smoke import failed_gemms
+from quantpolicy.schemes import ComponentKind
 
 if TYPE_CHECKING:
     from quantpolicy.host import Host
@@ -133,13 +133,14 @@ def load(
     assert findings.expected is not None
     header, plan = findings.header, findings.expected
     part = plan.components[header.component]
-    _check_gemms(part, target, plan.execution)
+    _check_gemms(part, target, plan)
     dtype = getattr(torch, part.dtype)
     model = build_skeleton(header.class_name, findings.files.config, dtype)
     fill_skeleton(model, findings.files, part, target)
     refuse_saving(header.component, model)
     switch_execution(model, plan, component=header.component)
-    return Loaded(model, _report(model, findings, plan, used="baked", source=path, stale=()))
+    report = _report(model, header.component, plan, used="baked", source=path, stale=())
+    return Loaded(model, report)
 
 
 def _on_stale(value: str) -> OnStale:
@@ -188,14 +189,13 @@ def _component_folder(folder: str | os.PathLike[str], component: str | None) -> 
     return baked[component]
 
 
-def _check_gemms(part: ComponentPlan, device: torch.device, execution: Execution) -> None:
+def _check_gemms(part: ComponentPlan, device: torch.device, plan: QuantPlan) -> None:
     """Refuse a device that cannot run what is about to be loaded."""
-    signatures = {(layer.scheme, getattr(torch, layer.dtype)) for layer in part.layers}
-    faults = []
-    for scheme, dtype in sorted(signatures, key=str):
-        failure = smoke_test(scheme, part.settings, device, dtype, execution)
-        if failure:
-            faults.append(Mismatch("gemm_fails", scheme, f"a GEMM on {device}", failure))
+    gemms = ((layer.scheme, device, getattr(torch, layer.dtype)) for layer in part.layers)
+    faults = [
+        Mismatch("gemm_fails", scheme, f"a GEMM on {device}", failure)
+        for scheme, _, failure in failed_gemms(gemms, part.settings, plan.execution)
+    ]
     if faults:
         raise PlanMismatchError(str(device), faults, remedy="load on a device that runs the scheme")
 
@@ -218,15 +218,30 @@ def _requantise(
     host = standard.host or header.host
     request = standard.request or QuantPlan.from_dict(header.plan).request
     plan = resolve(folder, host=host, request=request, rules=standard.rules)
-    name = header.component if header.component in plan.components else next(iter(plan.components))
+    name = planned_name(plan, header.component, folder)
     part = plan.components[name]
     dtype = getattr(torch, part.dtype)
     model = model_class(header.class_name).from_pretrained(str(folder), torch_dtype=dtype)
     model = model.requires_grad_(requires_grad=False).eval().to(device)
     apply_plan(model, plan, component=name)
     stale = tuple(findings.stale)
-    report = _report(model, findings, plan, used="requantised", source=folder, stale=stale)
+    report = _report(model, name, plan, used="requantised", source=folder, stale=stale)
     return Loaded(model, report)
+
+
+def planned_name(plan: QuantPlan, component: str, folder: Path) -> str:
+    """Return the plan's name of the component; a denoiser alone may be planned under another."""
+    denoisers = [n for n, part in plan.components.items() if part.kind is ComponentKind.DENOISER]
+    if component in plan.components:
+        return component
+    if len(denoisers) != 1:
+        raise RequestError(
+            str(folder),
+            f"its plan has no {component}",
+            allowed="planned are: " + ", ".join(plan.components),
+            remedy="give the dense component that was baked, alone or in its pipeline",
+        )
+    return denoisers[0]
 
 
 def _dense_folder(source: Path, header: Header) -> Path:
@@ -277,14 +292,13 @@ def _size_fault(name: str, path: Path, expected: int) -> str:
 
 def _report(
     model: nn.Module,
-    findings: Findings,
+    name: str,
     plan: QuantPlan,
     *,
     used: str,
     source: Path,
     stale: tuple[Mismatch, ...],
 ) -> LoadReport:
-    name = findings.name if findings.name in plan.components else next(iter(plan.components))
     part = plan.components[name]
     counted = count_component(name, model, part, planned=part.scheme)
     mismatches = count_mismatches(counted, part)

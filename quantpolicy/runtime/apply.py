@@ -27,8 +27,8 @@ from quantpolicy.runtime.linear import guard_linear, release_linear
 from quantpolicy.runtime.locate import linear_modules, linears_by_weight, select_components
 from quantpolicy.runtime.mount import CONTRACTS, check_mounts, mount_planned
 from quantpolicy.runtime.report import ApplyReport
-from quantpolicy.runtime.smoke import smoke_test
-from quantpolicy.runtime.weights import GEMM_SCHEMES, quantise_weight
+from quantpolicy.runtime.smoke import failed_gemms
+from quantpolicy.runtime.weights import quantise_weight
 from quantpolicy.schemes import Cause, ComponentKind, Scheme
 
 _CORRECT_THE_PAIR = "resolve the plan for this model as it is loaded"
@@ -190,16 +190,12 @@ def _failures(
     root: nn.Module, part: ComponentPlan, plan: QuantPlan
 ) -> list[tuple[Scheme, torch.device, str]]:
     linears, _ = linear_modules(root)
-    signatures = {
-        (layer.scheme, run_device(weight.device, plan.host.backend), weight.dtype): None
-        for layer, weight in ((layer, linears[layer.name].weight) for layer in part.layers)
-        if layer.scheme in GEMM_SCHEMES
-    }
-    results = (
-        (scheme, device, smoke_test(scheme, part.settings, device, dtype, plan.execution))
-        for scheme, device, dtype in signatures
+    weights = ((layer.scheme, linears[layer.name].weight) for layer in part.layers)
+    gemms = (
+        (scheme, run_device(weight.device, plan.host.backend), weight.dtype)
+        for scheme, weight in weights
     )
-    return [result for result in results if result[2]]
+    return failed_gemms(gemms, part.settings, plan.execution)
 
 
 def run_device(device: torch.device, backend: Backend) -> torch.device:

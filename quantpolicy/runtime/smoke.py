@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -9,7 +11,7 @@ from quantpolicy.errors import KernelMountError
 from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.plan import SchemeSettings
 from quantpolicy.runtime.linear import guard_linear
-from quantpolicy.runtime.weights import quantise_weight
+from quantpolicy.runtime.weights import GEMM_SCHEMES, quantise_weight
 from quantpolicy.schemes import ROW_SCALED, Execution, Scheme
 
 FEATURES = 256
@@ -25,6 +27,20 @@ _FAILURES = (
     ImportError,
     KernelMountError,
 )
+
+
+def failed_gemms(
+    gemms: Iterable[tuple[Scheme, torch.device, torch.dtype]],
+    settings: SchemeSettings,
+    execution: Execution,
+) -> list[tuple[Scheme, torch.device, str]]:
+    """Try each different GEMM once; return those that fail, with what went wrong."""
+    results = (
+        (scheme, device, smoke_test(scheme, settings, device, dtype, execution))
+        for scheme, device, dtype in dict.fromkeys(gemms)
+        if scheme in GEMM_SCHEMES
+    )
+    return [result for result in results if result[2]]
 
 
 @torch.no_grad()

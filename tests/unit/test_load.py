@@ -24,11 +24,13 @@ from torch import nn
 from prequant import bake, load
 from prequant.baked import read_baked_files
 from prequant.header import HEADER_FILE
+from prequant.load import planned_name
 from prequant.skeleton import build_skeleton, fill_skeleton
 from quantpolicy.errors import CorruptCheckpointError, RequestError, StaleCheckpointError
 from quantpolicy.host import Host
 from quantpolicy.measure.tiny import build_tiny_pipeline_folder
 from quantpolicy.request import Request
+from quantpolicy.resolver import resolve
 from quantpolicy.rules import load_rules
 from quantpolicy.runtime.apply import apply_plan
 from quantpolicy.runtime.linear import QuantisedLinear, guard_linear
@@ -218,6 +220,15 @@ def test_requantising_needs_the_source_that_was_baked(wan: Path, tmp_path: Path)
     save_dense("wan2.1-i2v-14b", i2v)
     with pytest.raises(RequestError, match=r"config\.json is not the one that was baked"):
         load(wan / "stale", on_stale="requantise", source=i2v)
+
+
+def test_a_source_is_requantised_as_its_own_component_or_the_only_denoiser(tmp_path: Path) -> None:
+    host = Host.load(HOST)
+    alone, both = (resolve(family, host=host) for family in (WAN, "wan2.2-t2v-a14b"))
+    assert planned_name(alone, "transformer_2", tmp_path) == "transformer"
+    assert planned_name(both, "transformer_2", tmp_path) == "transformer_2"
+    with pytest.raises(RequestError, match="its plan has no transformer_3; planned are: transf"):
+        planned_name(both, "transformer_3", tmp_path)
 
 
 def test_requantising_refuses_other_weights_of_the_same_config(wan: Path, tmp_path: Path) -> None:

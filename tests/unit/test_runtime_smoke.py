@@ -7,8 +7,8 @@ import torch
 
 from quantpolicy.errors import PlanMismatchError
 from quantpolicy.runtime.linear import is_emulated_on_cpu
-from quantpolicy.runtime.smoke import smoke_test
-from quantpolicy.schemes import Scheme
+from quantpolicy.runtime.smoke import failed_gemms, smoke_test
+from quantpolicy.schemes import Execution, Scheme
 
 CPU = torch.device("cpu")
 
@@ -49,3 +49,17 @@ def test_a_wrong_result_is_a_failure(value, settings, monkeypatch):
 def test_a_plan_for_another_dtype_is_no_device_failure(settings):
     with pytest.raises(PlanMismatchError, match="weight_dtype"):
         smoke_test(Scheme.FP8, settings[Scheme.FP8], CPU, torch.float16)
+
+
+def test_each_different_gemm_is_tried_once_and_a_storage_cast_never(settings, monkeypatch):
+    calls = []
+
+    def fail(*args: object, **kwargs: object) -> torch.Tensor:
+        calls.append(args)
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(torch, "_scaled_mm", fail)
+    wanted = [(scheme, CPU, torch.bfloat16) for scheme in (Scheme.FP8, Scheme.LAYERWISE_FP8)]
+    found = failed_gemms(2 * wanted, settings[Scheme.FP8], Execution.TORCHAO)
+    assert found == [(Scheme.FP8, CPU, "RuntimeError: no kernel")]
+    assert len(calls) == 1
