@@ -27,6 +27,7 @@ from prequant.validate import (
 )
 from quantpolicy.errors import Mismatch, PlanMismatchError, RequestError
 from quantpolicy.inventory.weight_files import CONFIG_FILE, find_weights, read_json_file
+from quantpolicy.paths import is_file
 from quantpolicy.plan import ComponentPlan, QuantPlan
 from quantpolicy.record import Record, sha256_of
 from quantpolicy.resolver import resolve
@@ -247,7 +248,7 @@ def planned_name(plan: QuantPlan, component: str, folder: Path) -> str:
 def _dense_folder(source: Path, header: Header) -> Path:
     """Return the dense component's folder; a pipeline's folder leads to it."""
     folder = source / header.component
-    if not (folder / CONFIG_FILE).is_file():
+    if not is_file(folder / CONFIG_FILE):
         folder = source
     config = read_json_file(folder / CONFIG_FILE)
     if config.get("_class_name") != header.class_name:

@@ -25,6 +25,7 @@ from prequant.header import (
 from prequant.tree import hash_file, identity_faults, read_tree, stray_faults, unlisted
 from quantpolicy.errors import CorruptCheckpointError, Mismatch, RequestError
 from quantpolicy.json_source import parse_json_object
+from quantpolicy.paths import is_dir, is_file, list_folder
 from quantpolicy.plan import QuantPlan
 from quantpolicy.record import Record, sha256_of
 from quantpolicy.schemes import ComponentKind
@@ -129,8 +130,8 @@ def check_folder(folder: str | os.PathLike[str]) -> Path:
 def find_baked(folder: Path, faults: list[Mismatch]) -> Baked | None:
     """Return what the folder is, or add to ``faults`` why it is nothing that was baked."""
     if not os.path.lexists(folder / HEADER_FILE):
-        children = (child for child in sorted(folder.iterdir()) if child.is_dir())
-        if any((child / HEADER_FILE).is_file() for child in children):
+        children = (child for child in list_folder(folder) if is_dir(child))
+        if any(is_file(child / HEADER_FILE) for child in children):
             faults.append(Mismatch("manifest_missing", HEADER_FILE, "a manifest", "no such file"))
         else:
             faults.append(Mismatch("header_missing", HEADER_FILE, "a header", "no such file"))
@@ -187,7 +188,7 @@ def manifest_faults(
         full: also hash large files.
     """
     for name in manifest.components:
-        if not (folder / name).is_dir():
+        if not is_dir(folder / name):
             yield Mismatch("component_missing", name, "a baked component", "no such folder")
     kept = {name.partition("/")[0] for name in manifest.files}
     for name in sorted(_planned(headers) - manifest.components.keys() - kept):

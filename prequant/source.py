@@ -187,7 +187,7 @@ def _component_of(config: dict[str, object], plan: QuantPlan, source: Path) -> s
 
 def _open_pipeline(index_path: Path, plan: QuantPlan, component: str | None) -> Source:
     source = index_path.parent
-    if (source / HEADER_FILE).exists():
+    if exists(source / HEADER_FILE):
         raise RequestError(
             str(source),
             f"holds a {HEADER_FILE}, so it is a baked pipeline",

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from prequant.header import FileIdentity
 from quantpolicy.errors import Mismatch
 from quantpolicy.inventory.weight_files import PICKLE_SUFFIXES
+from quantpolicy.paths import list_folder
 
 SMALL_BYTES = 1 << 20
 _PIECE_BYTES = 8 << 20
@@ -56,7 +57,7 @@ def _walk(
     skip: Collection[str],
     hidden: bool,
 ) -> None:
-    for path in sorted(folder.iterdir()):
+    for path in list_folder(folder):
         name = prefix + path.name
         if name in skip or (not hidden and path.name.startswith(".")):
             continue

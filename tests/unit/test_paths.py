@@ -16,8 +16,11 @@ CHILD = f"""
 import json
 import os
 import sys
+from pathlib import Path
 
 from prequant.source import find_model
+from prequant.tree import read_tree
+from prequant.validate import validate
 from quantpolicy.errors import QuantPolicyError
 from quantpolicy.host import Host
 from quantpolicy.recognise import target_from
@@ -36,6 +39,8 @@ calls = [
     lambda: target_from("./locked/config.json", rules),
     lambda: Host.load("locked/host.yaml"),
     lambda: find_model("locked/inner"),
+    lambda: validate("."),
+    lambda: read_tree(Path("listed")),
 ]
 for call in calls:
     try:
@@ -88,4 +93,6 @@ def test_unreadable_folders_are_one_sentence(tmp_path: Path) -> None:
         ["RequestError", "locked/config.json", denied],
         ["RequestError", "locked/host.yaml", denied],
         ["RequestError", "locked/inner", denied],
+        ["RequestError", "locked/quantpolicy.json", denied],
+        ["RequestError", "listed", denied],
     ]
