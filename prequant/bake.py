@@ -29,7 +29,7 @@ from prequant.header import (
 )
 from prequant.layout import ShardLayout, index_json, lay_out
 from prequant.manifest import ComponentIdentity, Manifest
-from prequant.names import check_names
+from prequant.names import check_class, check_names
 from prequant.report import BakedComponent, BakeReport
 from prequant.source import Source, SourceComponent, find_model, open_source
 from prequant.staging import check_out, check_space, staged
@@ -79,6 +79,7 @@ def bake(
     copies = dict(_pipeline_files(opened)) if opened.is_pipeline else {}
     layouts = [(part, lay_out(part)) for part in opened.components]
     for part in opened.components:
+        check_class(part, plan.family)
         check_names(part)
     shard_bytes = sum(shard.file_bytes for _, shards in layouts for shard in shards)
     copy_bytes = sum(path.stat().st_size for path in copies.values())

@@ -1,4 +1,4 @@
-"""Whether a source holds the tensors of its own class, told before a byte is written."""
+"""Whether a source is what its class says: by names and by what stays fp32, before any byte."""
 
 from __future__ import annotations
 
@@ -8,8 +8,27 @@ import torch
 from prequant.skeleton import build_skeleton, is_ignored, tensor_names
 from prequant.source import SourceComponent
 from quantpolicy.errors import Mismatch, PlanMismatchError, RequestError
+from quantpolicy.rule_checks import GENERIC
 
 _FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+
+
+def check_class(component: SourceComponent, family: str) -> None:
+    """Refuse a class of no family that keeps modules in fp32, which plans of a folder cannot tell.
+
+    Raises:
+        RequestError: the class declares such modules.
+    """
+    name = component.plan.class_name
+    kept = getattr(getattr(diffusers, name, None), "_keep_in_fp32_modules", None)
+    if family == GENERIC and kept:
+        raise RequestError(
+            str(component.folder),
+            f"{name} keeps {', '.join(kept)} in fp32, and no family of the rule table says so",
+            allowed="classes of a family, and those that keep nothing in fp32",
+            remedy="name the class in an overlay with these under keep_in_fp32, or apply the plan "
+            "of the loaded model at run time",
+        )
 
 
 def check_names(component: SourceComponent) -> None:

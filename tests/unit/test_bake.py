@@ -10,10 +10,12 @@ import textwrap
 import time
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
 from baking import (
     COMPONENT,
+    HOST,
     WAN,
     change_component,
     files_of,
@@ -39,7 +41,7 @@ from quantpolicy.plan import SchemeSettings
 from quantpolicy.request import Request
 from quantpolicy.resolver import resolve
 from quantpolicy.runtime.weights import quantise_weight, tensor_parts, torchao_config
-from quantpolicy.schemes import Scheme
+from quantpolicy.schemes import Scheme, SchemeChoice
 
 ROW_CASES = [
     (torch.bfloat16, Scheme.INT8, "int8"),
@@ -592,6 +594,26 @@ def test_one_expert_alone_leaves_the_other_dense(tmp_path: Path) -> None:
     assert list(report.components) == ["transformer_2"]
     assert "transformer: copied dense" in report.notes
     assert files_of(tmp_path / "out" / "transformer") == files_of(source / "transformer")
+
+
+def test_an_unknown_class_that_keeps_modules_in_fp32_is_refused(tmp_path: Path) -> None:
+    """A folder's plan is made without the class, and would cast what a loaded model keeps."""
+    model = diffusers.SkyReelsV2Transformer3DModel(
+        num_attention_heads=2, attention_head_dim=64, text_dim=64, ffn_dim=256, num_layers=1
+    )
+    model.bfloat16().save_pretrained(tmp_path / COMPONENT)
+    request = Request(transformer=SchemeChoice.INT8, min_features=16)
+    plan = resolve(tmp_path / COMPONENT, host=Host.load(HOST), request=request)
+    assert (plan.family, plan.components[COMPONENT].keep_in_fp32) == ("generic", ())
+    with pytest.raises(
+        RequestError,
+        match="SkyReelsV2Transformer3DModel keeps rope, time_embedder, scale_shift_table, norm1, "
+        "norm2, norm3 in fp32, and no family of the rule table says so",
+    ):
+        bake(tmp_path / COMPONENT, tmp_path / "out", plan=plan)
+    assert not (tmp_path / "out").exists()
+    live = resolve(model, host=Host.load(HOST), request=request)
+    assert live.components[COMPONENT].keep_in_fp32[:2] == ("rope", "time_embedder")
 
 
 def test_run_time_components_are_refused(tmp_path: Path) -> None:
