@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quantpolicy.cli_options import (
+    CheckedCommand,
     DebugOption,
     JsonOption,
     RequestOptions,
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_app(app, argv, "prequant")
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 @with_request_options
 def bake(
     model: Annotated[
@@ -92,7 +93,7 @@ def bake(
         _print_bake(report)
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 def validate(
     out: BakedArgument,
     against: Annotated[
@@ -120,7 +121,7 @@ def validate(
         _print_validation(report)
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 def inspect(out: BakedArgument, json: JsonOption = False, debug: DebugOption = False) -> None:
     """Show what a baked folder says about itself, without checking it."""
     del debug
@@ -135,7 +136,7 @@ def inspect(out: BakedArgument, json: JsonOption = False, debug: DebugOption = F
         print_table(("what", "value"), describe(part))
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 def demo(json: JsonOption = False, debug: DebugOption = False) -> None:
     """Bake, validate, damage and load a small model with generated weights; no network."""
     del debug

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from quantpolicy.cli_options import (
+    CheckedCommand,
     DebugOption,
     JsonOption,
     ModelArgument,
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_app(app, argv, "quantpolicy")
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 def families(
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="Show this family alone, in detail.")
@@ -53,7 +54,7 @@ def families(
         print_family(table, name, as_json=json, as_markdown=markdown)
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 @with_request_options
 def resolve(
     model: ModelArgument,
@@ -70,7 +71,7 @@ def resolve(
     print_text(plan.to_json() if json else plan.explain())
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 def lint(
     files: Annotated[
         list[Path] | None,
@@ -94,7 +95,7 @@ def lint(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 def doctor(json: JsonOption = False, debug: DebugOption = False) -> None:
     """Show versions, this machine as a host record, and the presets."""
     del debug
@@ -107,7 +108,7 @@ def doctor(json: JsonOption = False, debug: DebugOption = False) -> None:
         print_examination(examination)
 
 
-@app.command()
+@app.command(cls=CheckedCommand)
 def probe(
     model: ModelArgument,
     rules: RulesOption = None,

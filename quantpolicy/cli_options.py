@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from quantpolicy.errors import RequestError
 from quantpolicy.record import MAX_SAFE_INTEGER
@@ -39,6 +40,26 @@ ModelArgument = Annotated[
         show_default=False,
     ),
 ]
+
+
+class CheckedCommand(TyperCommand):
+    """A command that refuses an option of one value given several times: no value is dropped."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """Parse the arguments; see the class."""
+        _, _, order = self.make_parser(ctx).parse_args(list(args))
+        for option in order:
+            count = order.count(option)
+            if not isinstance(option, TyperOption) or option.is_flag or option.multiple:
+                continue
+            if count > 1:
+                raise RequestError(
+                    option.opts[0],
+                    f"given {count} times",
+                    allowed="one value",
+                    remedy="keep one of them",
+                )
+        return super().parse_args(ctx, args)
 
 
 def _print_version(context: typer.Context, wanted: bool) -> None:

@@ -178,6 +178,20 @@ def test_usage_errors_are_one_sentence(
     assert (error["error"], error["where"], error["exit_code"]) == ("RequestError", where, 2)
 
 
+def test_an_option_of_one_value_given_twice_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    twice = ["--host", "h200", "--host", "b200"]
+    assert main(["resolve", "ltx-2", *twice]) == 2
+    assert capsys.readouterr().err == (
+        "error: --host: given 2 times; one value; keep one of them.\n"
+    )
+    lifted = [rule.id for rule in load_rules().rules_for("ltx-2")][:2]
+    flags = [text for rule in lifted for text in ("--lift", rule)]
+    assert len(flags) == 4
+    assert main(["resolve", "ltx-2", "--host", "h200", *flags]) == 0
+
+
 def test_denied_request_exits_1_with_its_trace(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["resolve", "hunyuanvideo-1.5", "--host", "b200", "--transformer", "fp8"]
     assert main(arguments) == 1
