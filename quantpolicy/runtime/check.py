@@ -8,6 +8,7 @@ from torch import nn
 
 from quantpolicy.errors import Mismatch, PlanMismatchError
 from quantpolicy.kernels.linear import FusedLinear
+from quantpolicy.match import natural_key
 from quantpolicy.plan import ComponentPlan, KeptLayer, PlannedLayer
 from quantpolicy.runtime.locate import linear_modules, linears_by_weight
 from quantpolicy.runtime.weights import scheme_of
@@ -55,7 +56,7 @@ def component_mismatches(name: str, root: nn.Module, plan: ComponentPlan) -> lis
         mismatches.append(
             Mismatch("layer_extra", subject, "no such Linear", str(_shape(linears[subject])))
         )
-    mismatches.sort(key=lambda mismatch: (mismatch.code, mismatch.subject))
+    mismatches.sort(key=lambda mismatch: (mismatch.code, natural_key(mismatch.subject)))
     return [
         Mismatch(item.code, f"{name}.{item.subject}", item.expected, item.found)
         for item in mismatches

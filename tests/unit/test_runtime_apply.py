@@ -184,6 +184,19 @@ def test_collects_every_mismatch_before_any_change(wan, component_plan, quant_pl
     assert_untouched(model, objects, values, classes)
 
 
+def test_mismatches_come_in_natural_order(component_plan, quant_plan):
+    class Twelve(nn.Module):
+        def __init__(self, depth: int) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(32, 32).bfloat16() for _ in range(depth))
+
+    plan = component_plan(Twelve(1), Scheme.INT8)
+    with pytest.raises(PlanMismatchError) as caught:
+        apply_plan(Twelve(12), quant_plan(transformer=plan))
+    expected = [f"transformer.blocks.{index}" for index in range(1, 12)]
+    assert [item.subject for item in caught.value.mismatches] == expected
+
+
 def test_refuses_another_class(wan, component_plan, quant_plan):
     model, _ = wan
     plan = component_plan(model, Scheme.INT8).model_copy(update={"class_name": "Other"})
