@@ -26,47 +26,45 @@ from pathlib import Path
 GB = 10**9
 CHUNK_ROWS = 512
 DIM, FFN = 5120, 13824
+GB_PER_BLOCK = 0.702
 CONTESTANTS = ("bake", "chunks", "whole", "copy")
 
 
-def block_shapes(index: int) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of one block of Wan 14B."""
-    prefix = f"blocks.{index}"
-    shapes: dict[str, tuple[int, ...]] = {f"{prefix}.scale_shift_table": (1, 6, DIM)}
-    for attention in ("attn1", "attn2"):
-        for linear in ("to_q", "to_k", "to_v", "to_out.0"):
-            shapes[f"{prefix}.{attention}.{linear}.weight"] = (DIM, DIM)
-            shapes[f"{prefix}.{attention}.{linear}.bias"] = (DIM,)
-    shapes[f"{prefix}.ffn.net.0.proj.weight"] = (FFN, DIM)
-    shapes[f"{prefix}.ffn.net.0.proj.bias"] = (FFN,)
-    shapes[f"{prefix}.ffn.net.2.weight"] = (DIM, FFN)
-    shapes[f"{prefix}.ffn.net.2.bias"] = (DIM,)
-    return shapes
+def model_class() -> type:
+    from diffusers import WanTransformer3DModel
+
+    return WanTransformer3DModel
 
 
 def generate(folder: Path, gigabytes: float) -> int:
-    """Write a sharded dense component of about this size and return its bytes."""
+    """Write a sharded dense Wan 14B of fewer blocks, about this size, and return its bytes."""
     import torch
     from safetensors.torch import save_file
 
-    count = max(1, round(gigabytes / 0.702))
+    count = max(1, round(gigabytes / GB_PER_BLOCK))
+    with torch.device("meta"):
+        model = model_class()(num_layers=count, ffn_dim=FFN)
+    kept = set(model._keep_in_fp32_modules)
+    shards: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(FFN * DIM, generator=generator).to(torch.bfloat16)
-    weight_map, total = {}, 0
+    for name, tensor in model.state_dict().items():
+        parts = name.split(".")
+        shard = shards[int(parts[1]) if parts[0] == "blocks" else -1]
+        dtype = torch.float32 if kept & set(parts) else torch.bfloat16
+        values = noise.roll(len(shard) * 7919).repeat(1 + tensor.numel() // len(noise))
+        shard[name] = values[: tensor.numel()].view(tensor.shape).to(dtype).clone()
     folder.mkdir(parents=True)
-    for index in range(count):
-        tensors = {}
-        for name, shape in block_shapes(index).items():
-            size = torch.Size(shape).numel()
-            dtype = torch.float32 if "scale_shift" in name else torch.bfloat16
-            tensors[name] = noise.roll(len(tensors) * 7919)[:size].view(shape).to(dtype).clone()
+    weight_map, total = {}, 0
+    for index, shard in enumerate(shards):
         name = f"diffusion_pytorch_model-{index + 1:05d}-of-{count:05d}.safetensors"
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(tensors, name))
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, name))
         total += (folder / name).stat().st_size
     index_name = "diffusion_pytorch_model.safetensors.index.json"
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / index_name).write_text(json.dumps(index))
+    (folder / index_name).write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})
+    )
     config = {"_class_name": "WanTransformer3DModel", "num_layers": count, "ffn_dim": FFN}
     (folder / "config.json").write_text(json.dumps(config))
     return total
@@ -79,6 +77,7 @@ def run_bake(source: Path, out: Path, scheme: str) -> None:
     from quantpolicy.resolver import resolve
 
     plan = resolve(source, host=Host.load("h200"), request=Request(transformer=scheme))
+    model_class()  # its import is left out of the time, as torchao's is for the references
     started(lambda: bake(source, out, plan=plan))
 
 
