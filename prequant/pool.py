@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import torch
 
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 2 << 20
 WAIT_S = 0.1
 
 

@@ -13,7 +13,7 @@ import torch
 from quantpolicy.runtime.weights import WEIGHT_FLOOR
 from quantpolicy.schemes import ROW_SCALED, Scheme
 
-STEP_VALUES = 1 << 18
+STEP_VALUES = 1 << 19
 TORCH_VALUES = 1 << 15
 
 _PATTERNS = {

@@ -26,7 +26,7 @@ from prequant.turn import Piece, Result, Turner, piece_bytes
 from quantpolicy.errors import QuantPolicyError, RequestError
 from quantpolicy.plan import SchemeSettings
 
-POOL_BYTES = 128 << 20
+POOL_BYTES = 32 << 20
 FLUSH_BYTES = 64 << 20
 
 _Item = TypeVar("_Item")
