@@ -23,6 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench.provenance import provenance
+
 GB = 10**9
 CHUNK_ROWS = 512
 DIM, FFN = 5120, 13824
@@ -207,6 +209,7 @@ def run_all(options: argparse.Namespace) -> None:
         source = Path(folder) / "dense"
         total = generate(source, options.gigabytes)
         result = {
+            **provenance(),
             "input_gb": round(total / GB, 2),
             "rounds": options.rounds,
             "cpu": platform.processor() or platform.machine(),

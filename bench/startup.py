@@ -1,7 +1,7 @@
 """How long a whole `quantpolicy resolve` process takes, against importing its three libraries.
 
 Both commands run in turn, and the fastest run of each counts, so that a busy machine disturbs
-little. Usage: python bench/startup.py [--runs 15] [--json OUT]
+little. Usage: python -m bench.startup [--runs 15] [--json OUT]
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+
+from bench.provenance import provenance
 
 ROOT = Path(__file__).parent.parent
 CLI = "import sys; from quantpolicy.cli import main; sys.exit(main())"
@@ -44,6 +46,7 @@ def measure(runs: int) -> dict[str, object]:
     best = {name: min(times) for name, times in seconds.items()}
     return {
         "benchmark": "startup",
+        **provenance(),
         "commands": {name: " ".join(arguments) for name, arguments in COMMANDS.items()},
         "runs": runs,
         "best_seconds": {name: round(value, 4) for name, value in best.items()},

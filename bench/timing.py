@@ -7,19 +7,18 @@ purpose.
 
 from __future__ import annotations
 
-import datetime
 import importlib.metadata
 import itertools
 import json
-import os
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+
+from bench.provenance import provenance
 
 L2_MULTIPLE_BYTES = 256 * 2**20
 SPIN_CYCLES = 4_000_000
@@ -32,16 +31,9 @@ def envelope(**results: object) -> dict[str, object]:
         "driver": _driver(),
         "versions": {name: _version(name) for name in ("torch", "triton", "torchao", "diffusers")},
         "cuda": torch.version.cuda,
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "revision": _revision(),
-        "command": " ".join(["python", "-m", _module_name(), *sys.argv[1:]]),
+        **provenance(),
         **results,
     }
-
-
-def _module_name() -> str:
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name if spec is not None else Path(sys.argv[0]).name
 
 
 def _version(name: str) -> str:
@@ -49,17 +41,6 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "absent"
-
-
-def _revision() -> str:
-    """Return the git revision; QUANTPOLICY_REVISION names it where the checkout has no git."""
-    given = os.environ.get("QUANTPOLICY_REVISION")
-    if given:
-        return given
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
 
 
 def _driver() -> str:
