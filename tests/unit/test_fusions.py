@@ -154,7 +154,7 @@ def test_lint_counts_the_places_of_the_shipped_fusions(tmp_path: Path) -> None:
     )
     rules = load_rules(overlay)
     (finding,) = [finding for finding in lint(rules) if finding.code == "fusion_expect"]
-    assert finding.where == "families.flux.1.fusions.added.qkv"
+    assert finding.where == f"{overlay}:1 families.flux.1.fusions.added.qkv"
     assert "stand in 19 modules of transformer, expect says 20" in finding.message
 
 
