@@ -29,4 +29,5 @@ clean:
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[runtime,dev]'
+	$(BIN)/python -m compileall -q quantpolicy prequant
 	touch $(STAMP)
