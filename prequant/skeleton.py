@@ -21,7 +21,8 @@ from torchao.prototype.safetensors.safetensors_support import unflatten_tensor_s
 from prequant.baked import BakedFiles
 from prequant.encode import part_name
 from quantpolicy.errors import CorruptCheckpointError, Mismatch, RequestError
-from quantpolicy.match import first_matching_token, natural_key
+from quantpolicy.inventory.headers import float_dtype
+from quantpolicy.match import natural_key
 from quantpolicy.plan import ComponentPlan
 from quantpolicy.runtime.linear import guard_linear
 from quantpolicy.runtime.locate import linears_by_weight
@@ -131,9 +132,7 @@ def _join(
 def _as_loaded(name: str, tensor: torch.Tensor, plan: ComponentPlan) -> torch.Tensor:
     if not tensor.is_floating_point():
         return tensor
-    kept = first_matching_token(name, plan.keep_in_fp32)
-    dtype = torch.float32 if kept else getattr(torch, plan.dtype)
-    return tensor.to(dtype)
+    return tensor.to(getattr(torch, float_dtype(name, plan.dtype, plan.keep_in_fp32)))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -158,6 +158,11 @@ def loaded_dtype(name: str, entry: TensorEntry, dtype: str, keep_in_fp32: Sequen
     """
     if entry.dtype not in FLOAT_DTYPES:
         return ""
+    return float_dtype(name, dtype, keep_in_fp32)
+
+
+def float_dtype(name: str, dtype: str, keep_in_fp32: Sequence[str]) -> str:
+    """Return the dtype that a float tensor is loaded in; see ``loaded_dtype``."""
     return "float32" if first_matching_token(name, keep_in_fp32) else dtype
 
 
