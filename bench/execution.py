@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from bench.execution_models import MODELS, VARIANTS
+from bench.execution_models import MODELS, VARIANTS, start_compiler
 from bench.quantised import quantised_linear
 from bench.timing import (
     copies_for,
@@ -159,6 +159,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     variants = tuple(arguments.variant or VARIANTS)
+    start_compiler()
     results: dict[str, object] = {"copy_tb_s": copy_ceiling_tb_s()}
     for part in arguments.part or ("rows", "linear", *MODELS):
         rows: list[dict[str, object]] = []

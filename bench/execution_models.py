@@ -1,7 +1,10 @@
 """Whole denoisers at released shapes with random weights: dense, torchao and fused execution.
 
-Only the repeated blocks are compiled, as diffusers does it; a graph is a CUDA graph of one whole
-compiled forward.
+Only the repeated blocks are compiled, as diffusers does it, each variant with empty caches of the
+compiler: ``first_s`` of a compiled row is the first call, compilation included. ``graph_ms`` is a
+CUDA graph of one whole forward, captured in steady state. ``peak_gib`` is the peak of a variant
+alone. A variant ``joined`` has the rule table's groups of projections joined, ``kernels`` the
+fusions mounted that ``Case`` names.
 """
 
 from __future__ import annotations
@@ -10,21 +13,54 @@ import copy
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from diffusers import HunyuanVideoTransformer3DModel, WanTransformer3DModel
 from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache
 
 from bench.quantised import quantise_matching
 from bench.timing import gpu_ms, relative_error
+from quantpolicy import load_rules
+from quantpolicy.fusions import fusion_places
 from quantpolicy.kernels.linear import FusedLinear
+from quantpolicy.runtime.joined import join_linears
+from quantpolicy.runtime.mount import mount
 from quantpolicy.schemes import Scheme
 
 FLOOR = 1e-12
 MANY_TOKENS = 10_000
-VARIANTS = ("dense", "fused_fp8", "fused_int8", "torchao_fp8", "torchao_int8")
+VARIANTS = (
+    "dense",
+    "fused_fp8",
+    "fused_fp8_joined",
+    "fused_fp8_kernels",
+    "fused_int8",
+    "torchao_fp8",
+    "torchao_int8",
+)
+# torchao's compilation takes minutes here; its compiled step is measured at the few tokens, where
+# the cost of its tensors shows.
 SLOW_COMPILES = {("torchao_fp8", 27280), ("torchao_int8", 1120), ("torchao_int8", 27280)}
 Inputs = dict[str, Tensor | bool]
+
+
+class Case(NamedTuple):
+    """One model of the benchmark.
+
+    Args:
+        family: in the rule table, whose groups of projections are joined.
+        inputs: arguments of the forward, by tokens.
+        matches: which Linears are quantised, by name.
+        kernels: the fusions of the variant ``kernels``.
+    """
+
+    family: str
+    model: nn.Module
+    inputs: dict[int, Inputs]
+    matches: Callable[[str], bool]
+    kernels: tuple[str, ...]
 
 
 def bench_wan(variants: Sequence[str]) -> Iterator[dict[str, object]]:
@@ -39,7 +75,16 @@ def bench_wan(variants: Sequence[str]) -> Iterator[dict[str, object]]:
         num_layers=30,
     )
     inputs = {1120: _wan_inputs(7, 20, 32), 27280: _wan_inputs(31, 44, 80)}
-    return _bench_model(model, inputs, lambda name: name.startswith("blocks."), variants)
+    return _bench_case(
+        Case(
+            "wan2.2-ti2v-5b",
+            model,
+            inputs,
+            lambda name: name.startswith("blocks."),
+            ("gelu_fp8_linear",),
+        ),
+        variants,
+    )
 
 
 def bench_hunyuan(variants: Sequence[str]) -> Iterator[dict[str, object]]:
@@ -58,10 +103,14 @@ def bench_hunyuan(variants: Sequence[str]) -> Iterator[dict[str, object]]:
             "return_dict": False,
         }
     }
-    return _bench_model(
-        model,
-        inputs,
-        lambda name: "transformer_blocks." in name and ".norm" not in name,
+    return _bench_case(
+        Case(
+            "hunyuanvideo",
+            model,
+            inputs,
+            lambda name: "transformer_blocks." in name and ".norm" not in name,
+            ("gelu_fp8_linear",),
+        ),
         variants,
     )
 
@@ -90,44 +139,56 @@ def _wan_inputs(frames: int, height: int, width: int) -> Inputs:
     }
 
 
-def _bench_model(
-    dense: nn.Module,
-    inputs: dict[int, Inputs],
-    matches: Callable[[str], bool],
-    variants: Sequence[str],
-) -> Iterator[dict[str, object]]:
-    outputs = {tokens: dense(**call)[0].clone() for tokens, call in inputs.items()}
+def _bench_case(case: Case, variants: Sequence[str]) -> Iterator[dict[str, object]]:
+    outputs = {tokens: case.model(**call)[0].clone() for tokens, call in case.inputs.items()}
     for variant in variants:
-        model = _variant(dense, variant, matches)
+        held = torch.cuda.memory_allocated() if variant != "dense" else 0
+        model = _variant(case, variant)
         for mode in ("eager", "compile"):
-            if mode == "compile":
-                torch._dynamo.reset()
-                model.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
-            for tokens, call in inputs.items():
-                if mode == "compile" and (variant, tokens) in SLOW_COMPILES:
-                    continue
-                graph = tokens < MANY_TOKENS and not variant.startswith("torchao")
-                seconds = _first_call_s(model, call)
-                row = {"variant": variant, "tokens": tokens, "mode": mode, "first_s": seconds}
-                row.update(_measure(model, call, outputs[tokens], graph=graph))
-                yield row
+            with fresh_cache():
+                if mode == "compile":
+                    torch._dynamo.reset()
+                    model.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
+                for tokens, call in case.inputs.items():
+                    if mode == "compile" and (variant, tokens) in SLOW_COMPILES:
+                        continue
+                    seconds = _first_call_s(model, call)
+                    row = {"variant": variant, "tokens": tokens, "mode": mode, "first_s": seconds}
+                    row |= _measure(model, call, outputs[tokens], tokens=tokens, held=held)
+                    if not variant.startswith("torchao"):
+                        row |= _measure_graph(model, call, tokens)
+                    yield row
+        for module in model.modules():
+            module._compiled_call_impl = None
         del model
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def _variant(dense: nn.Module, variant: str, matches: Callable[[str], bool]) -> nn.Module:
+def _variant(case: Case, variant: str) -> nn.Module:
     if variant == "dense":
-        return dense
-    execution, scheme = variant.split("_")
-    model = copy.deepcopy(dense)
-    names = quantise_matching(model, Scheme(scheme), FLOOR, matches)
+        return case.model
+    execution, scheme, *more = variant.split("_")
+    model = copy.deepcopy(case.model)
+    names = quantise_matching(model, Scheme(scheme), FLOOR, case.matches)
     if execution == "fused":
         for name in names:
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear)
             FusedLinear.adopt(linear, name=name)
+    if "joined" in more:
+        _join(model, case.family, names)
+    if "kernels" in more:
+        report = mount(model, case.kernels)
+        assert not report.declined, report.declined
     return model
+
+
+def _join(model: nn.Module, family: str, names: list[str]) -> None:
+    rules = load_rules()
+    for fusion in rules.families[family].fusions:
+        for parts in fusion_places(rules.file.fusions[fusion], names).values():
+            join_linears([model.get_submodule(part) for part in parts])  # type: ignore[misc]
 
 
 def _first_call_s(model: nn.Module, call: Inputs) -> float:
@@ -139,26 +200,31 @@ def _first_call_s(model: nn.Module, call: Inputs) -> float:
     return time.perf_counter() - start
 
 
+def _repeats(tokens: int) -> int:
+    return 20 if tokens < MANY_TOKENS else 4
+
+
 def _measure(
-    model: nn.Module, call: Inputs, reference: Tensor, *, graph: bool
+    model: nn.Module, call: Inputs, reference: Tensor, *, tokens: int, held: int
 ) -> dict[str, object]:
     torch.cuda.reset_peak_memory_stats()
     out = model(**call)[0]
-    repeats = 20 if graph else 4
-    row: dict[str, object] = {
-        "ms": _paced_ms(lambda: model(**call), repeats),
+    return {
+        "ms": _paced_ms(lambda: model(**call), _repeats(tokens)),
         "error": relative_error(out, reference),
         "finite": float(out.isfinite().float().mean()),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "peak_gib": (torch.cuda.max_memory_allocated() - held) / 2**30,
     }
-    if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            held = model(**call)[0]
-        captured.replay()
-        row["graph_ms"] = gpu_ms([captured.replay], repeats)
-        row["graph_equal"] = torch.equal(held, out)
-    return row
+
+
+def _measure_graph(model: nn.Module, call: Inputs, tokens: int) -> dict[str, object]:
+    out = model(**call)[0].clone()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        held = model(**call)[0]
+    captured.replay()
+    ms = gpu_ms([captured.replay], _repeats(tokens))
+    return {"graph_ms": ms, "graph_equal": torch.equal(held, out)}
 
 
 def _paced_ms(call: Callable[[], object], repeats: int) -> float:
@@ -173,6 +239,11 @@ def _paced_ms(call: Callable[[], object], repeats: int) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / repeats
+
+
+def start_compiler() -> None:
+    """Compile something small, so that the compiler's own start counts for no variant."""
+    torch.compile(torch.nn.functional.gelu)(torch.ones(64, device="cuda"))
 
 
 MODELS = {"wan": bench_wan, "hunyuan": bench_hunyuan}

@@ -24,6 +24,8 @@ from quantpolicy.kernels.scaled_mm_probe import forget_routes, routes, scaled_mm
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    # torch announces its own changes while it compiles.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
 FLOOR = 1e-12

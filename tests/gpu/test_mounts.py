@@ -13,6 +13,8 @@ from quantpolicy.runtime.mount import mount, unmount
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    # torch announces its own changes while it compiles.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
 FAMILIES = ("hunyuanvideo", "hunyuanvideo-1.5")
