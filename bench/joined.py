@@ -3,10 +3,10 @@
     python -m bench.joined --json OUT
 
 The rule table's groups of projections, at the rows of released input sizes, with random weights.
-Times of ``graph_ms`` kind are GPU time in a CUDA graph: a group ``apart`` quantises its input once a
-projection, ``shared`` once and multiplies apart, as compiled code does, ``joined`` once, with one
-GEMM. ``wall_ms`` is what an eager caller waits. A family's sums count each group as often as the
-model has it.
+``_ms`` is GPU time in a CUDA graph: a group ``apart`` quantises its input once a projection,
+``shared`` once and multiplies apart, as compiled code does, ``joined`` once, with one GEMM.
+``_wall_ms`` is what an eager caller waits. A family's sums count each group as often as the model
+has it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from quantpolicy.runtime.joined import join_linears
 from quantpolicy.schemes import ComponentKind, Scheme
 
 FLOOR = 1e-12
-WAYS = ("apart", "shared", "joined")
 
 # Rows, input width, output widths, bias.
 Shape = tuple[int, int, tuple[int, ...], bool]

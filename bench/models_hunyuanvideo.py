@@ -22,16 +22,20 @@ HIGH_FP8 = (*LOSSLESS, "qk_rms_norm", "layer_norm_modulate", "gelu_fp8_linear")
 
 
 def bench_hunyuanvideo(quick: bool, repeats: int) -> list[dict[str, object]]:
-    """Stock, lossless, trimmed, high, compiled with the trim, and fp8 with high."""
-    model = _build()
+    """Stock, lossless, trimmed, high, compiled with the trim, and fp8 with high.
+
+    Stock and trimmed also for twelve blocks, four dual and eight single.
+    """
     call = _inputs()
+    rows = _twelve_blocks(call, repeats)
+    model = _build()
 
     def forward() -> Tensor:
         out: Tensor = model(**call)[0]
         return out
 
     reference = forward().clone()
-    rows = [measure("stock", forward, None, repeats)]
+    rows.append(measure("stock", forward, None, repeats))
     for name, ops in (("lossless", LOSSLESS), ("trim", TRIM), ("high + trim", (*TRIM, *HIGH))):
         _mounted(model, ops)
         rows.append(measure(name, forward, reference, repeats))
@@ -52,17 +56,31 @@ def bench_hunyuanvideo(quick: bool, repeats: int) -> list[dict[str, object]]:
     return rows
 
 
+def _twelve_blocks(call: dict[str, object], repeats: int) -> list[dict[str, object]]:
+    model = _build(num_layers=4, num_single_layers=8)
+
+    def forward() -> Tensor:
+        out: Tensor = model(**call)[0]
+        return out
+
+    rows = [measure("twelve blocks, stock", forward, None, repeats)]
+    reference = forward().clone()
+    _mounted(model, TRIM)
+    rows.append(measure("twelve blocks, trim", forward, reference, repeats))
+    return rows
+
+
 def _mounted(model: nn.Module, ops: tuple[str, ...]) -> None:
     report = mount(model, ops)
     assert not report.declined, report.declined
 
 
-def _build() -> nn.Module:
+def _build(**config: int) -> nn.Module:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda"):
-            model = HunyuanVideoTransformer3DModel()
+            model = HunyuanVideoTransformer3DModel(**config)
     finally:
         torch.set_default_dtype(default)
     result: nn.Module = model.eval().requires_grad_(False)
