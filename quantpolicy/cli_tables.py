@@ -90,6 +90,7 @@ def family_details(rules: RuleTable, family: str) -> dict[str, object]:
     cited = [key for rule in own for key in rule.evidence]
     if spec is not None:
         cited += [key for keys in spec.measured.values() for key in keys]
+        cited += [key for kernel in spec.kernels for key in kernel.evidence]
     return {
         **(family_facts(rules, family) if spec is not None else {"name": family}),
         "rules": [

@@ -19,6 +19,7 @@ def explain_plan(plan: QuantPlan) -> str:
         _headline(plan),
         _section("Components", _components(plan)),
         _section("Decisions", _decisions(plan.decisions)),
+        _section("Kernels", _kernels(plan)),
         _section("Kept dense", _kept(plan)),
         _section("Memory", _memory(plan)),
         _section("Notes", (f"  - {note}" for note in plan.notes)),
@@ -43,9 +44,6 @@ def _headline(plan: QuantPlan) -> str:
         lines.append(
             f"  {plan.workload.image_tokens} image tokens, batch {plan.workload.batch}, {origin}"
         )
-    if plan.kernels:
-        ops = ", ".join(f"{kernel.op} ({kernel.contract})" for kernel in plan.kernels)
-        lines.append(f"  kernels: {ops}")
     if plan.fusions:
         counts = Counter((fusion.component, fusion.name) for fusion in plan.fusions)
         joined = ", ".join(f"{name} at {n} places of {part}" for (part, name), n in counts.items())
@@ -104,6 +102,20 @@ def _decisions(decisions: Iterable[Decision]) -> list[str]:
             decision.detail,
         ]
         for decision in decisions
+    ]
+    return align(rows, indent=INDENT) if rows else []
+
+
+def _kernels(plan: QuantPlan) -> list[str]:
+    rows = [
+        [
+            decision.component,
+            decision.op,
+            decision.contract,
+            "planned" if decision.accepted else "left out",
+            decision.detail,
+        ]
+        for decision in plan.kernel_decisions
     ]
     return align(rows, indent=INDENT) if rows else []
 

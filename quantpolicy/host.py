@@ -35,6 +35,9 @@ class Backend(StrEnum):
     CPU = "cpu"
 
 
+GPU_BACKENDS = (Backend.CUDA, Backend.ROCM)
+
+
 class HostClass(StrEnum):
     """The market segment of the accelerator, which decides the order of the candidates."""
 

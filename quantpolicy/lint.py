@@ -154,6 +154,7 @@ def _unused_evidence(table: RuleTable) -> Iterator[LintFinding]:
     for spec in table.families.values():
         used.update(name for names in spec.measured.values() for name in names)
         used.update(name for use in spec.fusions.values() for name in use.evidence)
+        used.update(name for kernel in spec.kernels for name in kernel.evidence)
     for name in table.evidence:
         if name not in used:
             where = table.where("evidence", name)

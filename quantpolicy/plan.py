@@ -15,7 +15,16 @@ from quantpolicy.host import Host
 from quantpolicy.json_source import parse_json_object
 from quantpolicy.record import Record, canonical_json, sha256_of
 from quantpolicy.request import Request
-from quantpolicy.schemes import Cause, ComponentKind, Confidence, Execution, Quality, Scheme, Tier
+from quantpolicy.schemes import (
+    Cause,
+    ComponentKind,
+    Confidence,
+    Contract,
+    Execution,
+    Quality,
+    Scheme,
+    Tier,
+)
 
 SCHEMA_VERSION: Literal[1] = 1
 
@@ -137,11 +146,25 @@ class Decision(Record):
 
 
 class PlannedKernel(Record):
-    """A fusion to mount: its op, its contract and the component it is mounted on."""
+    """A fused op to mount, its contract and the component it is mounted on."""
 
     component: str
     op: str
-    contract: Quality
+    contract: Contract
+
+
+class KernelDecision(Record):
+    """A fused op that the family lists for a component, planned or left out.
+
+    Args:
+        detail: one sentence for a person: what it promises and the evidence, or why it is left out.
+    """
+
+    component: str
+    op: str
+    contract: Contract
+    accepted: bool
+    detail: str
 
 
 class PlannedFusion(Record):
@@ -225,6 +248,7 @@ class QuantPlan(Record):
     lifted: tuple[str, ...]
     notes: tuple[str, ...]
     fusions: tuple[PlannedFusion, ...] = ()
+    kernel_decisions: tuple[KernelDecision, ...] = ()
 
     @property
     def weights_digest(self) -> str:

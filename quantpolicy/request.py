@@ -23,7 +23,7 @@ class Request(Record):
 
     Args:
         speed: speed tier; unset means ``auto``.
-        quality: ``lossless`` mounts bit-exact kernels only, ``high`` relaxed ones too.
+        quality: ``lossless`` mounts no numerically relaxed kernel, ``high`` does; see ``Contract``.
         transformer: scheme of the denoiser (both experts of a dual-expert model), or ``auto``.
         text_encoder: scheme of every text encoder, or ``auto``.
         vae: scheme of the VAE, or ``auto``.

@@ -2,7 +2,7 @@
 
 ``resolve_target`` is pure: it reads no clock, environment, device or file. Which Linears a scheme
 takes is told in ``layers``, what refuses a candidate in ``candidates``, which one wins in
-``choice``.
+``choice``, what runs on top in ``fusions`` and ``kernel_choice``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from quantpolicy.cost import WeightBytes, activation_bytes, plan_memory
 from quantpolicy.decisions import FLAGS, Outcome
 from quantpolicy.errors import DeniedError, RequestError
 from quantpolicy.fusions import plan_fusions
-from quantpolicy.host import Backend, Host
+from quantpolicy.host import GPU_BACKENDS, Backend, Host
+from quantpolicy.kernel_choice import plan_kernels
 from quantpolicy.layers import Verdict, group_linears, list_layers
 from quantpolicy.notes import write_notes
 from quantpolicy.plan import (
@@ -23,21 +24,19 @@ from quantpolicy.plan import (
     ComponentPlan,
     KeptLayer,
     MemoryPlan,
-    PlannedKernel,
     PlannedLayer,
     QuantPlan,
     SchemeSettings,
 )
 from quantpolicy.request import Request
 from quantpolicy.rule_schema import WeightDtype
-from quantpolicy.schemes import Cause, ComponentKind, Quality, Scheme, SchemeChoice, Tier
+from quantpolicy.schemes import Cause, ComponentKind, Scheme, SchemeChoice, Tier
 from quantpolicy.workload import plan_workload
 
 if TYPE_CHECKING:
     from quantpolicy.rules import RuleTable
     from quantpolicy.target import Target
 
-GPU_BACKENDS = (Backend.CUDA, Backend.ROCM)
 # The compiler behind torch.compile supports no older CUDA device.
 MIN_COMPILE_SM = 70
 
@@ -78,6 +77,7 @@ def resolve_target(target: Target, host: Host, request: Request, rules: RuleTabl
     components = {name: _component_plan(case, name, outcomes[name]) for name in target.components}
     lifted = _effective_lifts(case, components)
     fusions, fusion_notes = plan_fusions(case, components, tier)
+    kernels, kernel_decisions = plan_kernels(case, components, tier)
     return QuantPlan(
         family=target.family,
         tier=tier,
@@ -91,12 +91,13 @@ def resolve_target(target: Target, host: Host, request: Request, rules: RuleTabl
         decisions=tuple(
             decision for name in target.components for decision in outcomes[name].decisions
         ),
-        kernels=_plan_kernels(case, tier),
+        kernels=kernels,
         compile=compiled,
         memory=memory,
         lifted=lifted,
         notes=(*write_notes(case, outcomes, components, memory, lifted), *fusion_notes),
         fusions=fusions,
+        kernel_decisions=kernel_decisions,
     )
 
 
@@ -214,18 +215,6 @@ def _plan_tier(host: Host, request: Request) -> tuple[Tier, CompilePlan]:
             remedy="give --speed one of these",
         )
     return tier, CompilePlan(mode="regional", max_autotune=tier is Tier.MAX)
-
-
-def _plan_kernels(case: Case, tier: Tier) -> tuple[PlannedKernel, ...]:
-    if tier is Tier.OFF or case.host.backend not in GPU_BACKENDS or case.family is None:
-        return ()
-    return tuple(
-        PlannedKernel(component=name, op=kernel.op, contract=kernel.contract)
-        for name, component in case.target.components.items()
-        if component.kind is ComponentKind.DENOISER
-        for kernel in case.family.kernels
-        if kernel.contract is Quality.LOSSLESS or case.request.quality is Quality.HIGH
-    )
 
 
 def _effective_lifts(case: Case, components: dict[str, ComponentPlan]) -> tuple[str, ...]:

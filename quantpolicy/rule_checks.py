@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeAlias
 
 from quantpolicy.errors import RuleTableError
+from quantpolicy.ops import MOUNTABLE
 from quantpolicy.rule_errors import suggest
 from quantpolicy.rule_schema import (
     Effect,
@@ -17,7 +18,7 @@ from quantpolicy.rule_schema import (
     Rule,
     RuleFile,
 )
-from quantpolicy.schemes import DTYPE_BYTES, RULE_CAUSES, Scheme
+from quantpolicy.schemes import DTYPE_BYTES, RULE_CAUSES, ComponentKind, Scheme
 from quantpolicy.yaml_source import YamlPath
 
 TABLE_VERSION = 1
@@ -168,12 +169,31 @@ def _check_family_names(file: RuleFile, spec: FamilySpec, path: YamlPath) -> Ite
             )
     for scheme, evidence in spec.measured.items():
         yield from _check_cited(file, evidence, (*path, "measured", scheme.value))
+    yield from _check_kernels(file, spec, path)
     for name, use in spec.fusions.items():
         yield from _check_fusion_use(file, name, use, (*path, "fusions", name))
     if spec.tiny and spec.tiny not in file.tiny:
         yield Problem(
             (*path, "tiny"), f"unknown tiny model {spec.tiny!r}", *suggest(spec.tiny, file.tiny)
         )
+
+
+def _check_kernels(file: RuleFile, spec: FamilySpec, path: YamlPath) -> Iterator[Problem]:
+    kinds = dict.fromkeys(component.kind for component in spec.components.values())
+    seen: set[tuple[str, ComponentKind]] = set()
+    for index, kernel in enumerate(spec.kernels):
+        place: YamlPath = (*path, "kernels", index)
+        if kernel.op not in MOUNTABLE:
+            yield Problem(
+                (*place, "op"), f"unknown op {kernel.op!r}", *suggest(kernel.op, MOUNTABLE)
+            )
+        if kernel.component not in kinds:
+            found = f"the family has no {kernel.component.value}"
+            yield Problem((*place, "component"), found, ", ".join(kinds), "name one of its kinds")
+        if (kernel.op, kernel.component) in seen:
+            yield Problem((*place, "op"), f"op {kernel.op!r} is listed twice", "", "keep one")
+        seen.add((kernel.op, kernel.component))
+        yield from _check_cited(file, kernel.evidence, (*place, "evidence"))
 
 
 def _check_fusion_use(

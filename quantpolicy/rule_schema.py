@@ -9,7 +9,7 @@ from pydantic import Field
 
 from quantpolicy.host import Backend, HostClass
 from quantpolicy.record import Record
-from quantpolicy.schemes import Cause, ComponentKind, Quality, Scheme
+from quantpolicy.schemes import Cause, ComponentKind, Scheme
 
 
 class Effect(StrEnum):
@@ -228,10 +228,17 @@ class Recognition(Record):
 
 
 class KernelSpec(Record):
-    """A fusion that the family may mount."""
+    """A fused op that the family may mount; what it promises and needs is in ``ops``.
+
+    Args:
+        op: name of the op.
+        component: the kind of component that it is mounted on.
+        evidence: what was measured of it, empty for nothing yet.
+    """
 
     op: str
-    contract: Quality
+    component: ComponentKind = ComponentKind.DENOISER
+    evidence: tuple[str, ...] = ()
 
 
 class Pays(StrEnum):
@@ -278,6 +285,7 @@ class FamilySpec(Record):
         inputs: forward arguments of the shape-only probe at the released input sizes.
         short_streams: token to the fewest rows that its Linears can see, for side streams that are
             short or empty in some requests.
+        kernels: fused ops that its components may mount; the first has a site that two want.
         fusions: by id, those that its denoisers can have under fused execution.
         tiny: name of the small model of its class.
     """

@@ -42,9 +42,23 @@ class Tier(StrEnum):
 
 
 class Quality(StrEnum):
-    """Which kernels may be mounted: bit-exact ones only, or numerically relaxed ones too."""
+    """Which kernels may be mounted: those that relax nothing, or numerically relaxed ones too."""
 
     LOSSLESS = "lossless"
+    HIGH = "high"
+
+
+class Contract(StrEnum):
+    """What a mounted kernel promises of its result, and with it when it may be mounted.
+
+    lossless: equal to the stock model bit for bit, verified at the first use of every signature.
+    equivalent: equal but for rounding, because it only leaves out what counts nothing; mounted
+        wherever the tier is not off.
+    high: numerically relaxed; mounted where the request's quality is high.
+    """
+
+    LOSSLESS = "lossless"
+    EQUIVALENT = "equivalent"
     HIGH = "high"
 
 

@@ -22,10 +22,12 @@ from quantpolicy.kernels.registry import (
     op_names,
     why_no_triton,
 )
-from quantpolicy.schemes import Quality
+from quantpolicy.ops import OPS
+from quantpolicy.schemes import Contract
 
 UNEQUAL = "not bit-exact to the eager chain for this signature"
 CAPTURING = "not verified before a graph capture"
+ON_CPU = "the tensors are on a CPU"
 GRADIENT = "a gradient is wanted"
 AUTOCAST = "autocast decides the dtypes"
 
@@ -60,9 +62,8 @@ def define_fusion(
     reference: Implementation,
     why_not: Callable[..., str],
     fake: Implementation,
-    contract: Quality,
 ) -> Implementation:
-    """Define an op with its contract and return the function that calls it.
+    """Define an op with the contract that ``ops`` says, and return the function that calls it.
 
     Eager CUDA calls go to the implementation without the dispatcher, whose cost shows at small
     shapes; compiled, fake and CPU calls go through the op.
@@ -71,9 +72,9 @@ def define_fusion(
         schema: name and signature, such as ``double(Tensor x) -> Tensor``.
     """
     name = schema.partition("(")[0]
-    keep = lossless if contract is Quality.LOSSLESS else relaxed
+    keep = lossless if OPS[name].contract is Contract.LOSSLESS else relaxed
     implementation = keep(name, kernel, reference, why_not)
-    op = define_op(schema, cpu=reference, cuda=implementation, fake=fake)
+    op = define_op(schema, cpu=on_cpu(name, reference), cuda=implementation, fake=fake)
 
     def call(*args: object) -> object:
         first = args[0]
@@ -86,6 +87,15 @@ def define_fusion(
         return implementation(*args)
 
     return call
+
+
+def on_cpu(name: str, reference: Implementation) -> Implementation:
+    """Return the CPU implementation of an op: its reference, counted as declined."""
+
+    def implementation(*args: object) -> object:
+        return declined(name, ON_CPU, reference, args)
+
+    return implementation
 
 
 def wants_gradient(args: tuple[object, ...]) -> bool:

@@ -23,7 +23,6 @@ from quantpolicy.kernels.token_rows import (
     why_not_rows,
     why_not_vector,
 )
-from quantpolicy.schemes import Quality
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -142,5 +141,4 @@ gated_residual: Callable[[Tensor, Tensor, Tensor], Tensor] = define_fusion(  # t
     reference=gated_residual_reference,
     why_not=why_not_gated_residual,
     fake=_fake,
-    contract=Quality.LOSSLESS,
 )

@@ -28,7 +28,6 @@ from quantpolicy.kernels.row_quantise_fp8 import (
 )
 from quantpolicy.kernels.scaled_gemm import scaled_gemm
 from quantpolicy.kernels.scaled_mm_probe import scaled_mm
-from quantpolicy.schemes import Quality
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -203,5 +202,4 @@ gelu_fp8_linear: Callable[..., Tensor] = define_fusion(  # type: ignore[assignme
     reference=gelu_fp8_linear_reference,
     why_not=_why_not,
     fake=_fake,
-    contract=Quality.HIGH,
 )

@@ -24,7 +24,6 @@ from quantpolicy.kernels.token_rows import (
     why_not_rows,
     why_not_vector,
 )
-from quantpolicy.schemes import Quality
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,5 +144,4 @@ layer_norm_modulate: Callable[..., Tensor] = define_fusion(  # type: ignore[assi
     reference=layer_norm_modulate_reference,
     why_not=_why_not,
     fake=_fake,
-    contract=Quality.HIGH,
 )

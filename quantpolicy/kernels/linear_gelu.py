@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantpolicy.kernels.contract import count_call, declined, is_capturing, signature
+from quantpolicy.kernels.contract import (
+    count_call,
+    declined,
+    is_capturing,
+    on_cpu,
+    signature,
+)
 from quantpolicy.kernels.registry import define_op, is_disabled
 from quantpolicy.kernels.rotary import HALF_DTYPES
 
@@ -92,7 +98,7 @@ def _ms(call: Callable[..., Tensor], args: tuple[Tensor, Tensor, Tensor]) -> flo
 
 linear_gelu: Callable[[Tensor, Tensor, Tensor], Tensor] = define_op(  # type: ignore[assignment]
     f"{_NAME}(Tensor x, Tensor weight, Tensor bias) -> Tensor",
-    cpu=linear_gelu_reference,
+    cpu=on_cpu(_NAME, linear_gelu_reference),
     cuda=_cuda,
     fake=_fake,
 )

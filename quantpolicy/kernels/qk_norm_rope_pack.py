@@ -18,7 +18,6 @@ from quantpolicy.kernels.qk_rms_norm import head_norm_reference, why_not_head_no
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.rope_qkv_pack import rope_qkv_pack_reference, why_not_rope_qkv_pack
 from quantpolicy.kernels.rotary import HEAD_TILE, packed_like, token_strides
-from quantpolicy.schemes import Quality
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -280,5 +279,4 @@ qk_norm_rope_pack: Callable[..., list[Tensor]] = define_fusion(  # type: ignore[
     reference=qk_norm_rope_pack_reference,
     why_not=_why_not,
     fake=_fake,
-    contract=Quality.HIGH,
 )

@@ -18,7 +18,6 @@ from quantpolicy.kernels.contract import define_fusion
 from quantpolicy.kernels.keyed_launch import keyed_launch
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.rotary import HALF_DTYPES, HEAD_TILE, packed_like, token_strides
-from quantpolicy.schemes import Quality
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -170,5 +169,4 @@ qk_rms_norm: Callable[..., tuple[Tensor, Tensor]] = define_fusion(  # type: igno
     reference=qk_rms_norm_reference,
     why_not=_why_not,
     fake=_fake,
-    contract=Quality.HIGH,
 )

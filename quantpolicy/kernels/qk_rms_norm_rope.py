@@ -21,7 +21,6 @@ from quantpolicy.kernels.contract import define_fusion
 from quantpolicy.kernels.keyed_launch import keyed_launch
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.rotary import HALF_DTYPES, packed_like, token_strides
-from quantpolicy.schemes import Quality
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -214,5 +213,4 @@ qk_rms_norm_rope: Callable[..., tuple[Tensor, Tensor]] = define_fusion(  # type:
     reference=qk_rms_norm_rope_reference,
     why_not=_why_not,
     fake=_fake,
-    contract=Quality.HIGH,
 )

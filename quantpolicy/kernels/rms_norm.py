@@ -18,7 +18,6 @@ from quantpolicy.kernels.keyed_launch import keyed_launch
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.rotary import HALF_DTYPES
 from quantpolicy.kernels.token_rows import row_warps, split_columns, why_not_rows
-from quantpolicy.schemes import Quality
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,5 +125,4 @@ rms_norm: Callable[..., Tensor] = define_fusion(  # type: ignore[assignment]
     reference=rms_norm_reference,
     why_not=_why_not,
     fake=_fake,
-    contract=Quality.HIGH,
 )

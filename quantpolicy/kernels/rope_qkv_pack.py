@@ -25,7 +25,6 @@ from quantpolicy.kernels.rotary import (
     why_not_rotary,
     why_not_text,
 )
-from quantpolicy.schemes import Quality
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -275,5 +274,4 @@ rope_qkv_pack: Callable[..., list[Tensor]] = define_fusion(  # type: ignore[assi
     reference=rope_qkv_pack_reference,
     why_not=why_not_rope_qkv_pack,
     fake=_fake,
-    contract=Quality.LOSSLESS,
 )

@@ -19,7 +19,6 @@ from quantpolicy.kernels.keyed_launch import keyed_launch
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.rms_norm import rms_norm_reference, why_not_norm
 from quantpolicy.kernels.token_rows import row_warps, split_columns, why_not_rows
-from quantpolicy.schemes import Quality
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,5 +148,4 @@ scale_add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = define_fusion(  # typ
     reference=scale_add_rms_norm_reference,
     why_not=_why_not,
     fake=_fake,
-    contract=Quality.HIGH,
 )

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from quantpolicy.kernels.contract import define_fusion
 from quantpolicy.kernels.rotary import HALF_DTYPES
-from quantpolicy.schemes import Quality
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,5 +57,4 @@ split_linear: Callable[..., Tensor] = define_fusion(  # type: ignore[assignment]
     reference=split_linear_reference,
     why_not=_why_not,
     fake=_fake,
-    contract=Quality.HIGH,
 )

@@ -16,7 +16,6 @@ from quantpolicy.kernels.contract import define_fusion
 from quantpolicy.kernels.keyed_launch import keyed_launch
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.rotary import HALF_DTYPES
-from quantpolicy.schemes import Quality
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,5 +89,4 @@ swiglu: Callable[[Tensor], Tensor] = define_fusion(  # type: ignore[assignment]
     reference=swiglu_reference,
     why_not=_why_not,
     fake=_fake,
-    contract=Quality.HIGH,
 )

@@ -25,7 +25,7 @@ from quantpolicy.runtime.execution import (
 )
 from quantpolicy.runtime.linear import guard_linear, release_linear
 from quantpolicy.runtime.locate import linear_modules, linears_by_weight, select_components
-from quantpolicy.runtime.mount import CONTRACTS, check_mounts, mount_planned
+from quantpolicy.runtime.mount import check_mounts, mount_planned
 from quantpolicy.runtime.report import ApplyReport
 from quantpolicy.runtime.smoke import failed_gemms
 from quantpolicy.runtime.weights import quantise_weight
@@ -72,7 +72,7 @@ def apply_plan(
             that carry a LoRA adapter.
         RequestError: the component is unknown or ambiguous.
     """
-    check_mounts(plan, CONTRACTS)
+    check_mounts(plan)
     roots, mismatches = select_components(model, plan, component)
     for name, root in roots.items():
         refuse_quantised(name, root)

@@ -6,13 +6,14 @@ none, is left out as a whole, with the reason. What a fusion changes where is in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 
 from torch import nn
 
 from quantpolicy.errors import KernelMountError
 from quantpolicy.kernels.registry import DISABLE_VARIABLE, is_disabled
+from quantpolicy.ops import MOUNTABLE
 from quantpolicy.plan import PlannedKernel, QuantPlan
 from quantpolicy.record import Record
 from quantpolicy.runtime.mounts.site import (
@@ -24,24 +25,6 @@ from quantpolicy.runtime.mounts.site import (
     mounted_slots,
     set_slots,
 )
-from quantpolicy.schemes import Quality
-
-CONTRACTS = {
-    "attention_trim": Quality.HIGH,
-    "rope_qkv_pack": Quality.LOSSLESS,
-    "gated_residual": Quality.LOSSLESS,
-    "qk_rms_norm": Quality.HIGH,
-    "layer_norm_modulate": Quality.HIGH,
-    "linear_gelu": Quality.HIGH,
-    "split_linear": Quality.HIGH,
-    "gelu_fp8_linear": Quality.HIGH,
-    "rms_norm": Quality.HIGH,
-    "scale_add_rms_norm": Quality.HIGH,
-    "qk_rms_norm_rope": Quality.HIGH,
-    "swiglu": Quality.HIGH,
-    "qkv_linear": Quality.HIGH,
-    "batched_tiles": Quality.HIGH,
-}
 
 
 class UnmountReport(Record):
@@ -62,21 +45,18 @@ class MountReport(Record):
     declined: dict[str, str]
 
 
-def check_mounts(plan: QuantPlan, ops: Collection[str] = ()) -> None:
-    """Refuse a plan whose kernels the caller cannot carry out; changes nothing.
-
-    Args:
-        ops: the fusions that the caller mounts.
+def check_mounts(plan: QuantPlan) -> None:
+    """Refuse a plan whose kernels this version does not have; changes nothing.
 
     Raises:
         KernelMountError: there is no such kernel.
     """
     for kernel in plan.kernels:
-        if kernel.op not in ops:
+        if kernel.op not in MOUNTABLE:
             raise KernelMountError(
                 f"{kernel.component}.{kernel.op}",
                 "no such kernel",
-                allowed="known kernels: " + (", ".join(ops) or "none"),
+                allowed="known kernels: " + ", ".join(MOUNTABLE),
                 remedy="resolve the plan again with this version",
             )
 
@@ -169,11 +149,11 @@ def _finders() -> dict[str, Callable[[nn.Module], Sites]]:
 
 
 def _find_sites(op: str, model: nn.Module) -> Sites:
-    if op not in CONTRACTS:
+    if op not in MOUNTABLE:
         raise KernelMountError(
             op,
             "no such kernel",
-            allowed="known kernels: " + ", ".join(CONTRACTS),
+            allowed="known kernels: " + ", ".join(MOUNTABLE),
             remedy="name one of them",
         )
     return _finders()[op](model)

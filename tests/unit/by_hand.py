@@ -50,8 +50,8 @@ families:
     geometry: {spatial_stride: 8, temporal_stride: 4, spatial_patch: 2, image_tokens: 4096}
     short_streams: {side: 0}
     kernels:
-      - {op: qk_norm, contract: lossless}
-      - {op: gelu, contract: high}
+      - {op: gated_residual, evidence: [good]}
+      - {op: qk_rms_norm}
   ruled:
     title: Ruled
     recognise: {class_name: Ruled}

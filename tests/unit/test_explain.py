@@ -23,7 +23,6 @@ def test_a_small_plan_is_explained_in_full() -> None:
 plain on h200 (cuda, sm90, data_center, 139 GiB)
   tier compile (regional compile), quality high, execution torchao
   4096 image tokens, batch 1, declared inputs
-  kernels: qk_norm (lossless), gelu (high)
   weights {plan.weights_digest[:16]}, plan {plan.plan_digest[:16]}
 
 Components
@@ -35,6 +34,10 @@ Decisions
   transformer  int8   accepted  requested        {plan.decisions[1].detail}
   transformer  dense  rejected  requested        int8 was asked for
   vae          dense  accepted  dense_component  {plan.decisions[3].detail}
+
+Kernels
+  transformer  gated_residual  lossless  planned  {plan.kernel_decisions[0].detail}
+  transformer  qk_rms_norm     high      planned  {plan.kernel_decisions[1].detail}
 
 Kept dense
   transformer  blocks.*.mod  2  small_m  derived.small_m

@@ -13,12 +13,13 @@ from quantpolicy.errors import KernelMountError
 from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.kernels.registry import DISABLE_VARIABLE, is_disabled
 from quantpolicy.measure.tiny import build_tiny
+from quantpolicy.ops import MOUNTABLE, OPS
 from quantpolicy.plan import PlannedKernel
 from quantpolicy.runtime.joined import join_linears
-from quantpolicy.runtime.mount import CONTRACTS, mount, mount_planned, mounted_ops, unmount
+from quantpolicy.runtime.mount import mount, mount_planned, mounted_ops, unmount
 from quantpolicy.runtime.mounts import site
 from quantpolicy.runtime.weights import quantise_weight
-from quantpolicy.schemes import Quality, Scheme
+from quantpolicy.schemes import Contract, Scheme
 
 FAMILIES = ("hunyuanvideo", "hunyuanvideo-1.5")
 # On a CPU every op runs its reference, which is the eager chain itself.
@@ -254,7 +255,7 @@ def test_split_linear_on_a_dense_model():
 
 def test_another_class_has_no_site():
     model, _ = build_tiny("wan2.2-ti2v-5b")
-    report = mount(model, tuple(CONTRACTS))
+    report = mount(model, MOUNTABLE)
     assert report.mounted == {}
     assert set(report.declined.values()) == {"the model has no site for it"}
 
@@ -317,9 +318,9 @@ def test_a_failure_half_way_leaves_every_class(monkeypatch):
 def test_planned_kernels_are_mounted_by_component_and_undone():
     model, inputs = build_tiny("hunyuanvideo")
     kernels = [
-        PlannedKernel(component="transformer", op=op, contract=CONTRACTS[op])
+        PlannedKernel(component="transformer", op=op, contract=OPS[op].contract)
         for op in ("rope_qkv_pack", "swiglu")
-    ] + [PlannedKernel(component="vae", op="rms_norm", contract=Quality.HIGH)]
+    ] + [PlannedKernel(component="vae", op="rms_norm", contract=Contract.HIGH)]
     undo = ExitStack()
     mounted, declined = mount_planned({"transformer": model}, kernels, undo)
     assert mounted == ("transformer.rope_qkv_pack",)

@@ -22,7 +22,7 @@ def test_json_has_the_stable_names() -> None:
     assert set(values) == {
         "schema_version", "family", "tier", "quality", "execution", "host", "request", "fusions",
         "rules_digest", "workload", "components", "decisions", "kernels", "compile", "memory",
-        "lifted", "notes", "weights_digest", "plan_digest",
+        "lifted", "notes", "weights_digest", "plan_digest", "kernel_decisions",
     }  # fmt: skip
     part = values["components"]["transformer"]
     assert {"scheme", "confidence", "layers", "kept"} <= set(part)

@@ -117,8 +117,8 @@ def test_kernels_follow_quality_and_tier() -> None:
     def ops(**request: object) -> list[str]:
         return [kernel.op for kernel in plan_of(target(), **request).kernels]
 
-    assert ops() == ["qk_norm"]
-    assert ops(quality="high") == ["qk_norm", "gelu"]
+    assert ops() == ["gated_residual"]
+    assert ops(quality="high") == ["gated_residual", "qk_rms_norm"]
     assert ops(quality="high", speed="off") == []
     assert ops(quality="high", host="cpu") == []
 

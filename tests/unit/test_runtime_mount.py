@@ -9,7 +9,7 @@ from torch import nn
 from quantpolicy.errors import KernelMountError
 from quantpolicy.plan import PlannedKernel
 from quantpolicy.runtime import apply_plan, unmount
-from quantpolicy.schemes import Quality, Scheme
+from quantpolicy.schemes import Contract, Scheme
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def model() -> nn.Sequential:
 
 
 def test_unknown_kernel(model, component_plan, quant_plan):
-    kernel = PlannedKernel(component="transformer", op="rope_pack", contract=Quality.LOSSLESS)
+    kernel = PlannedKernel(component="transformer", op="rope_pack", contract=Contract.LOSSLESS)
     plan = quant_plan(transformer=component_plan(model, Scheme.INT8))
     with pytest.raises(KernelMountError, match=r"transformer\.rope_pack: no such kernel"):
         apply_plan(model, plan.model_copy(update={"kernels": (kernel,)}))
