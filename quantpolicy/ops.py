@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 from quantpolicy.schemes import Contract, Execution, Scheme
 
-# Triton compiles the kernels for these CUDA devices and later; e4m3 conversions need the second.
+# Triton compiles the kernels for these CUDA devices and later; e4m3 conversions need the second,
+# the tensor memory accelerator the third.
 TRITON_SM = 80
 FP8_SM = 89
+TMA_SM = 90
 
 
 class OpFacts(NamedTuple):
@@ -50,7 +52,9 @@ OPS = {
     "scale_add_rms_norm": OpFacts(Contract.HIGH, TRITON_SM),
     "qk_rms_norm_rope": OpFacts(Contract.HIGH, TRITON_SM),
     "swiglu": OpFacts(Contract.HIGH, TRITON_SM),
+    "swiglu_linear": OpFacts(Contract.HIGH, TMA_SM, Scheme.DENSE),
     "qkv_linear": OpFacts(Contract.HIGH, scheme=Scheme.DENSE),
+    "chained_norms": OpFacts(Contract.HIGH, TRITON_SM),
     "batched_tiles": OpFacts(Contract.HIGH),
 }
 

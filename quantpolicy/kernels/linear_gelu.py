@@ -15,22 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantpolicy.kernels.contract import (
-    count_call,
-    declined,
-    is_capturing,
-    on_cpu,
-    signature,
-)
+from quantpolicy.kernels.contract import count_call, declined, on_cpu
+from quantpolicy.kernels.gain_probe import NO_GAIN, gains
 from quantpolicy.kernels.registry import define_op, is_disabled
 from quantpolicy.kernels.rotary import HALF_DTYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable
 
 _NAME = "linear_gelu"
-_REPEATS = 3
-_GAINS: dict[Hashable, bool] = {}
 
 
 def linear_gelu_reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -65,35 +58,12 @@ def launch_linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def _cuda(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     args = (x, weight, bias)
     reason = f"{_NAME} is switched off" if is_disabled(_NAME) else why_not_linear_gelu(*args)
-    if not reason and not _gains(args):
-        reason = "the epilogue is no faster for this signature"
+    if not reason and not gains(_NAME, launch_linear_gelu, linear_gelu_reference, args):
+        reason = NO_GAIN
     if reason:
         return declined(_NAME, reason, linear_gelu_reference, args)  # type: ignore[return-value]
     count_call(_NAME)
     return launch_linear_gelu(*args)
-
-
-def _gains(args: tuple[Tensor, Tensor, Tensor]) -> bool:
-    key = signature(args)
-    if key not in _GAINS:
-        if is_capturing(args):
-            return False
-        fused, eager = (_ms(call, args) for call in (launch_linear_gelu, linear_gelu_reference))
-        _GAINS[key] = fused < eager
-    return _GAINS[key]
-
-
-def _ms(call: Callable[..., Tensor], args: tuple[Tensor, Tensor, Tensor]) -> float:
-    """Return the shortest of a few GPU times, after one call that is not timed."""
-    call(*args)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        call(*args)
-        mark.record()
-    marks[-1].synchronize()
-    times: list[float] = [marks[i].elapsed_time(marks[i + 1]) for i in range(_REPEATS)]
-    return min(times)
 
 
 linear_gelu: Callable[[Tensor, Tensor, Tensor], Tensor] = define_op(  # type: ignore[assignment]

@@ -2,7 +2,7 @@
 
     out[..., n] = x[..., n] * round(silu(x[..., N + n]))        x: [..., 2 N]
 
-Contract: high; the exponential is the GPU's fast one.
+Contract: high; exponential, quotient and roundings are those of torch's own kernels.
 """
 
 from __future__ import annotations
@@ -45,8 +45,12 @@ def _why_not(x: Tensor) -> str:
 if HAS_TRITON:
     import triton
     import triton.language as tl
+    from triton.language.extra import libdevice
 
     from quantpolicy.kernels.token_rows import rounded
+
+    # libdevice's exponential is the one in torch's kernels; Triton's interpreter has no libdevice.
+    _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
     @triton.jit
     def _swiglu_kernel(x_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
@@ -55,7 +59,8 @@ if HAS_TRITON:
         mask = cols < N
         value = tl.load(x_ptr + row * (2 * N) + cols, mask=mask, other=0.0).to(tl.float32)
         gate = tl.load(x_ptr + row * (2 * N) + N + cols, mask=mask, other=0.0).to(tl.float32)
-        silu = rounded(gate / (1.0 + tl.exp(-gate)), x_ptr.dtype.element_ty)
+        power = tl.exp(-gate) if _INTERPRETED else libdevice.exp(-gate)
+        silu = rounded(tl.div_rn(gate, 1.0 + power), x_ptr.dtype.element_ty)
         tl.store(out_ptr + row * N + cols, (value * silu).to(out_ptr.dtype.element_ty), mask=mask)
 
 

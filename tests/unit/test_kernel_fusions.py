@@ -143,6 +143,32 @@ def test_swiglu():
 
 
 @interpreted
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_swiglu_linear(joint, with_bias, monkeypatch):
+    from quantpolicy.kernels import swiglu_linear as module
+    from quantpolicy.kernels.gated_tiles import GatedTiles
+
+    monkeypatch.setattr(module, "processors", lambda _: 3)
+    wide = torch.randn(3, 40, 112)
+    for x, n, tiles in (
+        (torch.randn(2, 50, 96), 80, GatedTiles(32, 32, 32, 4, 3, joint=joint)),
+        (wide[:, ::2, 4:76], 88, GatedTiles(32, 64, 32, 4, 3, joint, group_m=2, per_processor=2)),
+        (torch.randn(1, 1, 72), 40, GatedTiles(16, 32, 32, 4, 3, joint=joint)),
+        (wide[:1].expand(3, 40, 112), 24, GatedTiles(16, 16, 64, 4, 3, joint=joint)),
+        (torch.randn(2000)[1:1921].view(20, 96), 24, GatedTiles(16, 16, 64, 4, 3, joint=joint)),
+    ):
+        weight, bias = torch.randn(2 * n, x.shape[-1]), torch.randn(2 * n)
+        args = (x, weight, bias if with_bias else None)
+        before = x.clone()
+        found = module.launch_swiglu_linear(*args, tiles)
+        expected = module.swiglu_linear_reference(*args)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(found, module.swiglu_linear_reference(x, weight, bias + 0.01))
+        assert torch.equal(x, before)
+
+
+@interpreted
 def test_qk_rms_norm_rope():
     from quantpolicy.kernels.qk_rms_norm_rope import (
         launch_qk_rms_norm_rope,

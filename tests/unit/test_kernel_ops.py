@@ -19,6 +19,7 @@ from quantpolicy.kernels.rope_qkv_pack import rope_qkv_pack, why_not_rope_qkv_pa
 from quantpolicy.kernels.scale_add_rms_norm import scale_add_rms_norm
 from quantpolicy.kernels.split_linear import split_linear
 from quantpolicy.kernels.swiglu import swiglu
+from quantpolicy.kernels.swiglu_linear import swiglu_linear, why_not_swiglu_linear
 
 BF16 = torch.bfloat16
 
@@ -49,6 +50,7 @@ def arguments() -> dict[str, tuple[object, ...]]:
         "scale_add_rms_norm": (stream, update, vector, vector, 1e-5),
         "qk_rms_norm_rope": (*heads[:2], *tables, 1e-5),
         "swiglu": (x,),
+        "swiglu_linear": (x, noise(128, 64), noise(128)),
         "linear_gelu": (x, noise(128, 64), noise(128)),
         "split_linear": (x, update, noise(32, 128), noise(32)),
         "gelu_fp8_linear": (x, update, codes, scale, noise(32), 1e-12),
@@ -98,6 +100,10 @@ def test_references_are_the_eager_chains():
     assert torch.equal(split_linear(head, x, weight, bias), chain)
     (x,) = args["swiglu"]
     assert torch.equal(swiglu(x), x[..., :32] * F.silu(x[..., 32:]))
+    x, weight, bias = args["swiglu_linear"]
+    for given in (bias, None):
+        rows = F.linear(x, weight, given)
+        assert torch.equal(swiglu_linear(x, weight, given), rows[..., :64] * F.silu(rows[..., 64:]))
     stream, weight, eps, dtype = args["rms_norm"]
     assert torch.equal(
         rms_norm(stream, weight, eps, dtype), F.rms_norm(stream, (64,), weight, eps).to(dtype)
@@ -139,6 +145,31 @@ def test_predicates_say_why():
     short = (tables[0][..., :32], tables[1][..., :32])
     assert "48" in why_not_qk_rms_norm_rope(q, k, *short)
     assert "batch or tokens" in why_not_qk_rms_norm_rope(q[:, 1:], k[:, 1:], *tables)
+
+
+def test_swiglu_linear_is_the_chain_of_diffusers():
+    from diffusers.models.activations import SwiGLU
+
+    with torch.no_grad():
+        for dtype in (torch.float16, BF16, torch.float32):
+            for bias in (True, False):
+                module = SwiGLU(48, 40, bias=bias).to(dtype)
+                x = noise(3, 17, 48, dtype=dtype)[:, ::2]
+                found = swiglu_linear(x, module.proj.weight, module.proj.bias)
+                assert torch.equal(found, module(x))
+
+
+def test_swiglu_linear_says_why_not():
+    x, weight, bias = arguments()["swiglu_linear"]
+    for args, reason in (
+        ((x.float(), weight, bias), "not all bfloat16 or all float16"),
+        ((x, weight, bias.half()), "not all bfloat16 or all float16"),
+        ((x, weight.t().contiguous().t(), bias), "not contiguous"),
+        ((x[:0], weight, bias), "no rows"),
+        ((x, weight[:120], bias[:120]), "not multiples of 16 bytes"),
+        ((x[..., :60], weight[:, :60].contiguous(), bias), "not multiples of 16 bytes"),
+    ):
+        assert reason in why_not_swiglu_linear(*args)
 
 
 def test_a_gradient_flows_through_the_reference_on_a_cpu():

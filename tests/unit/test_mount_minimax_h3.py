@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,9 +19,12 @@ SITES = {
     "scale_add_rms_norm": 2,
     "qk_rms_norm_rope": 2,
     "swiglu": 2,
+    "swiglu_linear": 2,
     "qkv_linear": 4,
+    "chained_norms": 3,
     "batched_tiles": 1,
 }
+TOGETHER = tuple(op for op in SITES if op != "swiglu")
 
 
 @pytest.fixture
@@ -64,7 +69,7 @@ def decoded(model: nn.Module) -> Tensor:
 def test_every_fusion_alone_and_all_together(model):
     before, names = decoded(model), list(model.state_dict())
     parameters = [id(parameter) for parameter in model.parameters()]
-    for ops in (*((op,) for op in SITES), tuple(SITES)):
+    for ops in (*((op,) for op in SITES), TOGETHER):
         report = mount(model, ops)
         assert report.declined == {}
         assert report.mounted == {op: SITES[op] for op in ops} == mounted_ops(model)
@@ -146,8 +151,93 @@ def test_norms_cast_to_half_stay_eager_and_say_so(model):
     assert "float32" in report.declined["scale_add_rms_norm"]
 
 
+def test_the_gate_goes_to_the_first_op_that_wants_it(model):
+    where = "decoder.transformer_blocks.0.ff.net.0"
+    for first, second in (("swiglu", "swiglu_linear"), ("swiglu_linear", "swiglu")):
+        report = mount(model, (first, second))
+        assert report.mounted == {first: 2}
+        assert report.declined == {second: f"{where}: {first} has this part of the forward"}
+        unmount(model)
+
+
+def test_swiglu_linear_leaves_other_linears_alone(model):
+    entry = model.decoder.transformer_blocks[1].ff.net[0]
+    expected = decoded(model)
+    mount(model, ("swiglu_linear",))
+    seen: list[str] = []
+    plain, entry.proj = entry.proj, nn.Sequential(entry.proj)
+    entry.proj.register_forward_hook(lambda *_: seen.append("wrapped"))
+    assert torch.equal(decoded(model), expected)
+    assert seen == ["wrapped"] * 3
+    unmount(model)
+    report = mount(model, ("swiglu_linear",))
+    reason = "decoder.transformer_blocks.1.ff.net.0: its projection is not a plain Linear"
+    assert report.declined == {"swiglu_linear": reason}
+    entry.proj = plain
+    assert mount(model, ("swiglu_linear",)).mounted == {"swiglu_linear": 2}
+
+
+def handed_over() -> int:
+    counts = op_counts().get("chained_norms")
+    return counts.calls if counts else 0
+
+
+def test_norms_are_handed_to_the_next_block_once(model):
+    mount(model, ("chained_norms",))
+    first, second = model.decoder.transformer_blocks
+    before = handed_over()
+    decoded(model)
+    tiles = 3
+    assert handed_over() == before + tiles
+    with torch.no_grad():
+        x = torch.randn(1, 6, 128)
+        stream = first(x)
+        expected = second(stream.clone())
+        assert handed_over() == before + tiles
+        for handed in (1, 0):
+            count = handed_over()
+            assert torch.equal(second(stream), expected)
+            assert handed_over() == count + handed
+
+
+def test_rows_of_a_changed_stream_or_of_another_norm_are_not_taken(model):
+    mount(model, ("chained_norms",))
+    first, second = model.decoder.transformer_blocks
+    with torch.no_grad():
+        x = torch.randn(1, 6, 128)
+        stream = first(x).mul_(2)
+        count = handed_over()
+        assert torch.equal(second(stream), second(stream.clone()))
+        stream = first(x)
+        assert torch.equal(first(stream), first(stream.clone()))
+        second.norm1 = nn.RMSNorm(128, eps=1e-5)
+        second.norm1.weight.data.mul_(3)
+        stream = first(x)
+        assert torch.equal(second(stream), second(stream.clone()))
+    with torch.inference_mode():
+        stream = first(x)
+        assert torch.equal(second(stream), second(stream.clone()))
+    assert handed_over() == count
+
+
+def test_chained_blocks_leave_nothing_behind(model):
+    names = [sorted(vars(block)) for block in model.decoder.transformer_blocks]
+    mount(model, ("chained_norms",))
+    first, _ = model.decoder.transformer_blocks
+    with torch.no_grad():
+        stream = first(torch.randn(1, 6, 128))
+    rows = weakref.ref(stream._quantpolicy_normed.rows)
+    assert rows() is not None
+    del stream
+    assert rows() is None
+    unmount(model)
+    assert [sorted(vars(block)) for block in model.decoder.transformer_blocks] == names
+    with torch.no_grad():
+        assert vars(first(torch.randn(1, 6, 128))) == {}
+
+
 def test_compiled_blocks_stay_one_graph(model):
-    mount(model, tuple(SITES))
+    mount(model, TOGETHER)
     before = decoded(model)
     model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
     try:

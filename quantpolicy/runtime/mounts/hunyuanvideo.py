@@ -7,7 +7,7 @@ Each rewrite computes what diffusers' forward computes. What a fused part comput
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantpolicy.kernels.gated_residual import gated_residual
 from quantpolicy.kernels.gelu_fp8_linear import gelu_fp8_linear
@@ -16,7 +16,7 @@ from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.kernels.linear_gelu import linear_gelu
 from quantpolicy.kernels.split_linear import split_linear
 from quantpolicy.runtime.mounts.hunyuanvideo_attention import Rotary
-from quantpolicy.runtime.mounts.site import Part, Rewrite
+from quantpolicy.runtime.mounts.site import Part, Rewrite, is_dense
 
 
 class DualBlock(Rewrite):
@@ -202,11 +202,6 @@ class QuantisedFeedForward(Rewrite):
         last = self.net[2]
         rows = self.net[0].proj(hidden_states)
         return gelu_fp8_linear(rows, None, last.qdata, last.scale, last.bias, last.floor)
-
-
-def is_dense(linear: Part) -> bool:
-    """Return whether a Linear is still a plain one: it can be quantised while this is mounted."""
-    return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter
 
 
 def modulated(norm: Part, x: Tensor, scale: Tensor, shift: Tensor, fused: bool) -> Tensor:

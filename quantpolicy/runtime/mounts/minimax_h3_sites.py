@@ -11,9 +11,11 @@ from torch import nn
 from quantpolicy.kernels.qk_rms_norm_rope import HEAD_SIZE
 from quantpolicy.runtime.mounts.minimax_h3 import (
     BatchedTiles,
+    ChainedBlocks,
     DecoderAttention,
     DecoderBlock,
     FusedWeights,
+    GatedLinear,
     GatedProjection,
 )
 from quantpolicy.runtime.mounts.shared_weights import qkv_of
@@ -22,11 +24,13 @@ from quantpolicy.runtime.mounts.site import (
     Site,
     Sites,
     former_class,
+    is_dense,
     why_not_bypassed,
     why_not_plain,
 )
 
 BLOCK = "MiniMaxH3VideoTransformerBlock"
+DECODER = "MiniMaxH3VideoViTDecoder3d"
 PROCESSOR = "MiniMaxH3VideoAttnProcessor"
 AUTOENCODER = "AutoencoderKLMiniMaxH3"
 
@@ -72,11 +76,22 @@ def _rotary_site(name: str, block: Part) -> tuple[Site, str]:
 
 def _swiglu_site(name: str, block: Part) -> tuple[Site, str]:
     entry = block.ff.net[0]
+    return Site(f"{name}.ff.net.0", entry, GatedProjection, "gates"), _why_not_gated(entry)
+
+
+def _swiglu_linear_site(name: str, block: Part) -> tuple[Site, str]:
+    entry = block.ff.net[0]
+    reason = _why_not_gated(entry)
+    if not reason and not is_dense(entry.proj):
+        reason = "its projection is not a plain Linear"
+    reason = reason or why_not_bypassed(entry.proj)
+    return Site(f"{name}.ff.net.0", entry, GatedLinear, "gates"), reason
+
+
+def _why_not_gated(entry: Part) -> str:
     if former_class(entry) is not SwiGLU:
-        reason = f"the feed-forward begins with a {type(entry).__name__}"
-    else:
-        reason = why_not_plain(entry) or why_not_bypassed(entry.activation)
-    return Site(f"{name}.ff.net.0", entry, GatedProjection, "gates"), reason
+        return f"the feed-forward begins with a {type(entry).__name__}"
+    return why_not_plain(entry) or why_not_bypassed(entry.activation)
 
 
 def _why_not_norm(norm: Part) -> str:
@@ -121,6 +136,24 @@ def find_qkv_linear(model: nn.Module) -> Sites:
     return Sites(tuple(found), tuple(rejected))
 
 
+def find_chained_norms(model: nn.Module) -> Sites:
+    """Return the decoders, which link their blocks, and the blocks."""
+    found: list[Site] = []
+    rejected: list[tuple[str, str]] = []
+    for name, decoder in model.named_modules():
+        if former_class(decoder).__name__ != DECODER:
+            continue
+        found.append(Site(name, decoder, ChainedBlocks, "links"))
+        for number, block in enumerate(decoder.transformer_blocks):
+            where = f"{name}.transformer_blocks.{number}"
+            _, reason = _rms_norm_site(where, block)
+            _, more = _scale_add_site(where, block)
+            if reason or more:
+                rejected.append((where, reason or more))
+            found.append(Site(where, block, DecoderBlock, "chains"))
+    return Sites(tuple(found), tuple(rejected))
+
+
 def find_batched_tiles(model: nn.Module) -> Sites:
     """Return the autoencoder."""
     found = tuple(
@@ -136,6 +169,8 @@ FINDERS: dict[str, Callable[[nn.Module], Sites]] = {
     "scale_add_rms_norm": lambda model: _find(model, _scale_add_site),
     "qk_rms_norm_rope": lambda model: _find(model, _rotary_site),
     "swiglu": lambda model: _find(model, _swiglu_site),
+    "swiglu_linear": lambda model: _find(model, _swiglu_linear_site),
     "qkv_linear": find_qkv_linear,
+    "chained_norms": find_chained_norms,
     "batched_tiles": find_batched_tiles,
 }

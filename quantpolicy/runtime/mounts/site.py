@@ -11,6 +11,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from quantpolicy.errors import KernelMountError
 
 # A module or processor of a foreign class, whose attributes a finder checks before it is mounted.
@@ -113,6 +115,11 @@ def why_not_bypassed(module: Part) -> str:
     if "forward" in vars(module):
         return f"the forward of a {type(module).__name__} inside it is replaced"
     return ""
+
+
+def is_dense(linear: Part) -> bool:
+    """Return whether a Linear is still a plain one: it can be quantised while this is mounted."""
+    return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter
 
 
 class Conflicts:
