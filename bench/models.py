@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,31 @@ def paced_ms(call: Call, repeats: int) -> float:
         call()
     torch.cuda.synchronize()
     return (time.perf_counter() - start) * 1e3 / repeats
+
+
+def interleaved_ms(calls: Mapping[str, Call], turns: int) -> dict[str, float]:
+    """Return the median time of each call, taken in turns: what disturbs one disturbs all."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for _ in range(turns):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def peak_gib(call: Callable[[], object]) -> dict[str, float]:
+    """Return the GPU memory held before a call, and the most that is held during it."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated() / 2**30
+    call()
+    torch.cuda.synchronize()
+    return {"held_gib": held, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
 def psnr_db(out: Tensor, reference: Tensor) -> float:
@@ -52,10 +78,14 @@ def measure(name: str, call: Call, reference: Tensor | None, repeats: int) -> di
         row["max_abs_error"] = float((out.double() - reference.double()).abs().max())
         row["psnr_db"] = psnr_db(out, reference)
     del out
-    row["ms"] = paced_ms(call, repeats)
-    row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    print({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+    row |= peak_gib(lambda: row.update(ms=paced_ms(call, repeats)))
+    print_row(row)
     return row
+
+
+def print_row(row: Mapping[str, object]) -> None:
+    """Print one variant with its figures rounded."""
+    print({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
 
 
 def kernel_times(call: Call, most: int = 16) -> list[dict[str, object]]:
