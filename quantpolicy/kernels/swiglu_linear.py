@@ -86,27 +86,46 @@ if HAS_TRITON:
         return rounded(value, DTYPE) * rounded(gate / (1.0 + tl.exp(-gate)), DTYPE)
 
     @triton.jit
-    def _products(x_desc, w_desc, first_m, first_n, N, steps, BLOCKS: tl.constexpr):
+    def _products(
+        x_desc,
+        w_desc,
+        first_m,
+        first_n,
+        N,
+        steps,
+        BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        BLOCK_K: tl.constexpr,
+    ):
         """Multiply rows by either half of the weight [2 N, K]: two accumulators."""
-        value = tl.zeros((BLOCKS[0], BLOCKS[1]), dtype=tl.float32)
-        gate = tl.zeros((BLOCKS[0], BLOCKS[1]), dtype=tl.float32)
+        value = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for step in range(steps):
-            x = x_desc.load([first_m, step * BLOCKS[2]])
-            w_value = w_desc.load([first_n, step * BLOCKS[2]])
-            w_gate = w_desc.load([N + first_n, step * BLOCKS[2]])
+            x = x_desc.load([first_m, step * BLOCK_K])
+            w_value = w_desc.load([first_n, step * BLOCK_K])
+            w_gate = w_desc.load([N + first_n, step * BLOCK_K])
             value = tl.dot(x, w_value.T, value)
             gate = tl.dot(x, w_gate.T, gate)
         return value, gate
 
     @triton.jit
-    def _joint_products(x_desc, w_desc, first_m, first_n, steps, BLOCKS: tl.constexpr):
+    def _joint_products(
+        x_desc,
+        w_desc,
+        first_m,
+        first_n,
+        steps,
+        BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        BLOCK_K: tl.constexpr,
+    ):
         """Multiply rows by both halves of the weight [2, N, K] in one product twice as wide."""
-        acc = tl.zeros((BLOCKS[0], 2 * BLOCKS[1]), dtype=tl.float32)
+        acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), dtype=tl.float32)
         for step in range(steps):
-            x = x_desc.load([first_m, step * BLOCKS[2]])
-            w = w_desc.load([0, first_n, step * BLOCKS[2]])
-            acc = tl.dot(x, tl.reshape(w, (2 * BLOCKS[1], BLOCKS[2])).T, acc)
-        return tl.split(tl.permute(tl.reshape(acc, (BLOCKS[0], 2, BLOCKS[1])), (0, 2, 1)))
+            x = x_desc.load([first_m, step * BLOCK_K])
+            w = w_desc.load([0, first_n, step * BLOCK_K])
+            acc = tl.dot(x, tl.reshape(w, (2 * BLOCK_N, BLOCK_K)).T, acc)
+        return tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
 
     @triton.jit(do_not_specialize=["M", "PROGRAMS"])
     def _swiglu_linear_kernel(
@@ -118,25 +137,31 @@ if HAS_TRITON:
         N,
         K,
         PROGRAMS,
-        BLOCKS: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        BLOCK_K: tl.constexpr,
         GROUP_M: tl.constexpr,
         JOINT: tl.constexpr,
         FLATTEN: tl.constexpr,
         HAS_BIAS: tl.constexpr,
     ):
         dtype: tl.constexpr = out_desc.dtype
-        tiles_m = tl.cdiv(M, BLOCKS[0])
-        tiles_n = tl.cdiv(N, BLOCKS[1])
-        steps = tl.cdiv(K, BLOCKS[2])
+        tiles_m = tl.cdiv(M, BLOCK_M)
+        tiles_n = tl.cdiv(N, BLOCK_N)
+        steps = tl.cdiv(K, BLOCK_K)
         for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN):
             tile_m, tile_n = _tile_origin(tile, tiles_m, tiles_n, GROUP_M)
-            first_m = tile_m * BLOCKS[0]
-            first_n = tile_n * BLOCKS[1]
+            first_m = tile_m * BLOCK_M
+            first_n = tile_n * BLOCK_N
             if JOINT:
-                value, gate = _joint_products(x_desc, w_desc, first_m, first_n, steps, BLOCKS)
+                value, gate = _joint_products(
+                    x_desc, w_desc, first_m, first_n, steps, BLOCK_M, BLOCK_N, BLOCK_K
+                )
             else:
-                value, gate = _products(x_desc, w_desc, first_m, first_n, N, steps, BLOCKS)
-            cols = first_n + tl.arange(0, BLOCKS[1])
+                value, gate = _products(
+                    x_desc, w_desc, first_m, first_n, N, steps, BLOCK_M, BLOCK_N, BLOCK_K
+                )
+            cols = first_n + tl.arange(0, BLOCK_N)
             out = _gated(value, gate, bias_ptr, cols, N, HAS_BIAS, dtype)
             out_desc.store([first_m, first_n], out.to(dtype))
 
@@ -166,7 +191,9 @@ def launch_swiglu_linear(
         n,
         k,
         programs,
-        (tiles.m, tiles.n, tiles.k),
+        tiles.m,
+        tiles.n,
+        tiles.k,
         tiles.group_m,
         tiles.joint,
         tiles.flatten,
