@@ -11,7 +11,6 @@ rule in quantpolicy.kernels.gated_tiles comes from here.
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
-from bench.timing import copies_for, envelope, relative_error, write_json
+from bench.timing import copies_for, envelope, relative_error, sustained_ms, write_json
 from quantpolicy.kernels.gated_tiles import GatedTiles, choose_gated_tiles
 from quantpolicy.kernels.swiglu import swiglu
 from quantpolicy.kernels.swiglu_linear import launch_swiglu_linear
@@ -44,27 +43,6 @@ CANDIDATES = tuple(
     )
     for joint in (False, True)
 )
-
-Call = Callable[[], Tensor]
-
-
-def sustained_ms(calls: Sequence[Call], seconds: float) -> float:
-    """Return the mean time of calls that follow each other for some seconds, after a warm-up."""
-    rounds = 4
-    for _ in range(3):
-        ms = _loop_ms(calls, rounds)
-        rounds = max(rounds, math.ceil(seconds * 1e3 / ms))
-    return ms
-
-
-def _loop_ms(calls: Sequence[Call], rounds: int) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for call in itertools.islice(itertools.cycle(calls), rounds):
-        call()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / rounds
 
 
 def bench_rows(m: int, seconds: float) -> list[dict[str, object]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import json
+import math
 import statistics
 import subprocess
 import time
@@ -105,6 +106,24 @@ def wall_ms(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:
         calls[index % len(calls)]()
     torch.cuda.synchronize()
     return (time.perf_counter() - start) * 1e3 / repeats
+
+
+def sustained_ms(calls: Sequence[Callable[[], object]], seconds: float) -> float:
+    """Return the mean GPU time of calls that follow each other for some seconds, after a warm-up.
+
+    A GPU at its power limit is slower than in the short bursts of the others.
+    """
+    rounds = 4
+    for _ in range(3):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for call in itertools.islice(itertools.cycle(calls), rounds):
+            call()
+        stop.record()
+        stop.synchronize()
+        ms: float = start.elapsed_time(stop) / rounds
+        rounds = max(rounds, math.ceil(seconds * 1e3 / ms))
+    return ms
 
 
 def copy_ceiling_tb_s(mib: int = 2048) -> float:

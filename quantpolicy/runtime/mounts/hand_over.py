@@ -46,10 +46,10 @@ def unlink_norms(blocks: Iterable[Part]) -> None:
 
 def next_norm(block: Part, stream: Tensor) -> Part | None:
     """Return the norm for which a block can leave rows on its stream, None when it leaves none."""
-    norm = vars(block).get(_LINK)
-    if norm is None or torch.compiler.is_compiling() or stream.is_inference():
+    if torch.compiler.is_compiling() or stream.is_inference():
         return None
-    return norm if norm.weight.device == stream.device else None
+    norm = vars(block).get(_LINK)
+    return norm if norm is not None and norm.weight.device == stream.device else None
 
 
 def leave_normed(stream: Tensor, norm: Part, rows: Tensor) -> None:
