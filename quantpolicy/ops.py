@@ -56,6 +56,8 @@ OPS = {
     "qkv_linear": OpFacts(Contract.HIGH, scheme=Scheme.DENSE),
     "chained_norms": OpFacts(Contract.HIGH, TRITON_SM),
     "batched_tiles": OpFacts(Contract.HIGH),
+    "layer_norm_fp32": OpFacts(Contract.HIGH, TRITON_SM),
+    "qk_norm_rope_across_heads": OpFacts(Contract.HIGH, TRITON_SM),
 }
 
 # Those that a rule table lists, a plan names and a model carries.

@@ -3,7 +3,8 @@
     out[b, s, :] = residual[b, s, :] + round(update[b, s, :] * gate[b, :])
 
 Contract: lossless. The product is rounded to the dtype that torch promotes update and gate to, the
-sum to the promoted dtype of both, as the eager multiply and add round them.
+sum to the promoted dtype of both, as the eager multiply and add round them; or to the residual's,
+as a cast of the sum does.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from quantpolicy.kernels.contract import define_fusion
 from quantpolicy.kernels.keyed_launch import keyed_launch
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.token_rows import (
-    batch_stride,
     row_warps,
     split_columns,
+    vector_strides,
     why_not_rows,
     why_not_vector,
 )
@@ -31,22 +32,30 @@ _NAME = "gated_residual"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def gated_residual_reference(residual: Tensor, update: Tensor, gate: Tensor) -> Tensor:
-    """Multiply and add in plain torch; the gate is [D] or [B, D]."""
-    return (residual + update * (gate if gate.dim() == 1 else gate.unsqueeze(1))).contiguous()
+def gated_residual_reference(
+    residual: Tensor, update: Tensor, gate: Tensor, keep_dtype: bool = False
+) -> Tensor:
+    """Multiply and add in plain torch; the gate is [D], [B, D], [B, 1, D] or [B, S, D]."""
+    total = residual + update * (gate.unsqueeze(1) if gate.dim() == 2 else gate)
+    return (total.to(residual.dtype) if keep_dtype else total).contiguous()
 
 
 def _product_dtype(update: Tensor, gate: Tensor) -> torch.dtype:
     return torch.promote_types(update.dtype, gate.dtype)
 
 
-def _fake(residual: Tensor, update: Tensor, gate: Tensor) -> Tensor:
-    dtype = torch.promote_types(residual.dtype, _product_dtype(update, gate))
+def _fake(residual: Tensor, update: Tensor, gate: Tensor, keep_dtype: bool = False) -> Tensor:
+    dtype = residual.dtype
+    if not keep_dtype:
+        dtype = torch.promote_types(dtype, _product_dtype(update, gate))
     return residual.new_empty(residual.shape, dtype=dtype)
 
 
-def why_not_gated_residual(residual: Tensor, update: Tensor, gate: Tensor) -> str:
+def why_not_gated_residual(
+    residual: Tensor, update: Tensor, gate: Tensor, keep_dtype: bool = False
+) -> str:
     """Return why the kernel cannot take these tensors, "" when it can."""
+    del keep_dtype
     if any(x.dtype not in _DTYPES for x in (residual, update, gate)):
         return "a dtype is not bfloat16, float16 or float32"
     return why_not_rows(residual, update) or why_not_vector(residual, gate)
@@ -85,6 +94,7 @@ if HAS_TRITON:
         update_b,
         update_s,
         gate_b,
+        gate_s,
         D: tl.constexpr,
         BLOCK_A: tl.constexpr,
         BLOCK_B: tl.constexpr,
@@ -94,7 +104,7 @@ if HAS_TRITON:
         batch = tl.program_id(1).to(tl.int64)
         residual = residual_ptr + batch * residual_b + token * residual_s
         update = update_ptr + batch * update_b + token * update_s
-        gate = gate_ptr + batch * gate_b
+        gate = gate_ptr + batch * gate_b + token * gate_s
         out = out_ptr + (batch * tokens + token) * D
         _part(residual, update, gate, out, tl.arange(0, BLOCK_A), PRODUCT, D, False)
         if BLOCK_B > 0:
@@ -102,9 +112,11 @@ if HAS_TRITON:
             _part(residual, update, gate, out, cols, PRODUCT, D, D < BLOCK_A + BLOCK_B)
 
 
-def launch_gated_residual(residual: Tensor, update: Tensor, gate: Tensor) -> Tensor:
+def launch_gated_residual(
+    residual: Tensor, update: Tensor, gate: Tensor, keep_dtype: bool = False
+) -> Tensor:
     """Run the Triton kernel: one program a token and batch row."""
-    out = _fake(residual, update, gate)
+    out = _fake(residual, update, gate, keep_dtype)
     if out.numel() == 0:
         return out
     batch, tokens, columns = residual.shape
@@ -122,7 +134,7 @@ def launch_gated_residual(residual: Tensor, update: Tensor, gate: Tensor) -> Ten
             residual.stride(1),
             update.stride(0),
             update.stride(1),
-            batch_stride(gate),
+            *vector_strides(gate),
             columns,
             first,
             rest,
@@ -135,8 +147,8 @@ def launch_gated_residual(residual: Tensor, update: Tensor, gate: Tensor) -> Ten
     return out
 
 
-gated_residual: Callable[[Tensor, Tensor, Tensor], Tensor] = define_fusion(  # type: ignore[assignment]
-    f"{_NAME}(Tensor residual, Tensor update, Tensor gate) -> Tensor",
+gated_residual: Callable[..., Tensor] = define_fusion(  # type: ignore[assignment]
+    f"{_NAME}(Tensor residual, Tensor update, Tensor gate, bool keep_dtype=False) -> Tensor",
     kernel=launch_gated_residual,
     reference=gated_residual_reference,
     why_not=why_not_gated_residual,

@@ -18,9 +18,9 @@ from quantpolicy.kernels.keyed_launch import keyed_launch
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.rotary import HALF_DTYPES
 from quantpolicy.kernels.token_rows import (
-    batch_stride,
     row_warps,
     split_columns,
+    vector_strides,
     why_not_rows,
     why_not_vector,
 )
@@ -124,8 +124,8 @@ def launch_layer_norm_modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: flo
             tokens,
             x.stride(0),
             x.stride(1),
-            batch_stride(scale),
-            batch_stride(shift),
+            vector_strides(scale)[0],
+            vector_strides(shift)[0],
             eps,
             columns,
             first,

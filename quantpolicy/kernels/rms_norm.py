@@ -1,8 +1,9 @@
-"""RMSNorm of rows with fp32 statistics and weight, rounded once to half precision.
+"""RMSNorm of rows, computed in fp32 and rounded once to half precision.
 
     out[b, s, :] = round(x[b, s, :] * rsqrt(mean(x^2) + eps) * weight)
 
-Contract: high; the chain it replaces norms in fp32 and casts.
+The weight is fp32 or of the rows' dtype. Contract: high; the chain it replaces norms in fp32 and
+casts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ STREAM_DTYPES = (*HALF_DTYPES, torch.float32)
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """Norm in fp32 and cast, in plain torch."""
-    return F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(dtype).contiguous()
+    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(dtype).contiguous()
 
 
 def _fake(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
@@ -38,8 +39,8 @@ def _fake(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
 
 def why_not_norm(x: Tensor, weight: Tensor, dtype: torch.dtype) -> str:
     """Return why the kernels cannot norm these rows, "" when they can."""
-    if x.dtype not in STREAM_DTYPES or weight.dtype is not torch.float32:
-        return "the stream is of another dtype, or the norm weight not float32"
+    if x.dtype not in STREAM_DTYPES or weight.dtype not in (torch.float32, x.dtype):
+        return "the stream is of another dtype, or the norm weight neither float32 nor of its dtype"
     if dtype not in HALF_DTYPES:
         return "the result is not bfloat16 or float16"
     if weight.shape != x.shape[-1:] or not weight.is_contiguous():

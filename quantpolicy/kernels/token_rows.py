@@ -12,7 +12,14 @@ from quantpolicy.kernels.row_quantise_fp8 import row_warps, split_columns
 
 MAX_COLUMNS = 16384
 
-__all__ = ["MAX_COLUMNS", "row_warps", "split_columns", "why_not_rows", "why_not_vector"]
+__all__ = [
+    "MAX_COLUMNS",
+    "row_warps",
+    "split_columns",
+    "vector_strides",
+    "why_not_rows",
+    "why_not_vector",
+]
 
 
 def why_not_rows(*rows: Tensor) -> str:
@@ -28,18 +35,24 @@ def why_not_rows(*rows: Tensor) -> str:
 
 
 def why_not_vector(x: Tensor, *vectors: Tensor) -> str:
-    """Return why tensors are not [D] or [B, D] beside [B, S, D], "" when they are."""
-    allowed = (x.shape[-1:], (x.shape[0], x.shape[-1]))
+    """Return why tensors are no vectors of [B, S, D], "" when they are.
+
+    A vector is [D], [B, D], [B, 1, D], or [B, S, D] for one a token.
+    """
+    (batch, tokens, columns) = x.shape
+    allowed = ((columns,), (batch, columns), (batch, 1, columns), (batch, tokens, columns))
     if any(vector.shape not in allowed for vector in vectors):
-        return "a vector is neither [D] nor [B, D]"
+        return "a vector is none of [D], [B, D], [B, 1, D] and [B, S, D]"
     if any(vector.stride(-1) != 1 for vector in vectors):
         return "a vector's channels are not contiguous"
     return ""
 
 
-def batch_stride(vector: Tensor) -> int:
-    """Return the stride from one batch row of a vector to the next, 0 when all share it."""
-    return vector.stride(0) if vector.dim() == 2 else 0
+def vector_strides(vector: Tensor) -> tuple[int, int]:
+    """Return a vector's strides of batch and token, 0 where all share it."""
+    batch = vector.stride(0) if vector.dim() > 1 else 0
+    token = vector.stride(1) if vector.dim() == 3 and vector.shape[1] > 1 else 0
+    return batch, token
 
 
 if HAS_TRITON:

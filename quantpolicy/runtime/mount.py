@@ -141,11 +141,21 @@ def mounted_ops(model: object) -> dict[str, int]:
     return counts
 
 
-def _finders() -> dict[str, Callable[[nn.Module], Sites]]:
-    """Return what finds the sites of each op; diffusers is imported here and no earlier."""
-    from quantpolicy.runtime.mounts import hunyuanvideo_sites, minimax_h3_sites, trim
+def _finders() -> dict[str, list[Callable[[nn.Module], Sites]]]:
+    """Return all that find sites of each op; diffusers is imported here and no earlier."""
+    from quantpolicy.runtime.mounts import (
+        feed_forward,
+        hunyuanvideo_sites,
+        minimax_h3_sites,
+        trim,
+        wan_sites,
+    )
 
-    return {**trim.FINDERS, **hunyuanvideo_sites.FINDERS, **minimax_h3_sites.FINDERS}
+    finders: dict[str, list[Callable[[nn.Module], Sites]]] = {}
+    for module in (trim, hunyuanvideo_sites, minimax_h3_sites, wan_sites, feed_forward):
+        for op, find in module.FINDERS.items():
+            finders.setdefault(op, []).append(find)
+    return finders
 
 
 def _find_sites(op: str, model: nn.Module) -> Sites:
@@ -156,7 +166,11 @@ def _find_sites(op: str, model: nn.Module) -> Sites:
             allowed="known kernels: " + ", ".join(MOUNTABLE),
             remedy="name one of them",
         )
-    return _finders()[op](model)
+    parts = [find(model) for find in _finders()[op]]
+    return Sites(
+        tuple(site for sites in parts for site in sites.found),
+        tuple(rejection for sites in parts for rejection in sites.rejected),
+    )
 
 
 def _why_not(op: str, sites: Sites) -> str:

@@ -293,7 +293,7 @@ def test_unsupported_inputs_take_the_eager_chain() -> None:
     assert op_counts()["qk_rms_norm"].calls == 0
     wide = (x.double(), weight, 1e-5, torch.bfloat16)
     assert_exact(rms_norm(*wide), rms_norm_reference(*wide))
-    reason = "the stream is of another dtype, or the norm weight not float32"
+    reason = "the stream is of another dtype, or the norm weight neither float32 nor of its dtype"
     assert op_counts()["rms_norm"].declines[reason] == 1
     across = noise(128)
     reason = "the norm weight is not [D] for [B, S, H, D]"

@@ -134,6 +134,64 @@ def test_rows(columns):
 
 
 @interpreted
+@pytest.mark.parametrize(("count", "size"), [(3, 64), (5, 96), (24, 32), (1, 128)])
+def test_qk_norm_rope_across_heads(count, size):
+    from quantpolicy.kernels.qk_norm_rope_across_heads import (
+        launch_qk_norm_rope_across_heads,
+        qk_norm_rope_across_heads_reference,
+    )
+
+    q, k, _ = torch.randn(2, 7, 3 * count * size, dtype=HALF).chunk(3, dim=-1)
+    weights = [torch.randn(count * size, dtype=HALF) for _ in range(2)]
+    # Values that differ within a pair show which channel is read.
+    tables = [torch.randn(1, 7, 1, size) for _ in range(2)]
+    args = (q, k, *weights, *tables, 1e-6)
+    before = [item.clone() for item in args[:-1]]
+    found = launch_qk_norm_rope_across_heads(*args)
+    expected = qk_norm_rope_across_heads_reference(*args)
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == (2, 7, count, size)
+        assert one.is_contiguous()
+        # A rounding of the norm moves both values of a pair.
+        torch.testing.assert_close(one, other, rtol=2**-8, atol=2**-8)
+        assert float((one != other).float().mean()) < 0.1
+    assert all(torch.equal(one, other) for one, other in zip(args, before, strict=False))
+
+
+@interpreted
+@pytest.mark.parametrize("columns", [64, 96, 192, 3])
+def test_rows_with_fp32_modulation(columns):
+    from quantpolicy.kernels.gated_residual import gated_residual_reference, launch_gated_residual
+    from quantpolicy.kernels.layer_norm_fp32 import (
+        launch_layer_norm_fp32,
+        layer_norm_fp32_reference,
+    )
+
+    x, update = (torch.randn(2, 9, columns, dtype=HALF) for _ in range(2))
+    by_token = [part.squeeze(2) for part in torch.randn(2, 9, 6, columns).chunk(6, dim=2)]
+    by_sample = torch.randn(2, 6, columns).chunk(6, dim=1)
+    weight, bias = torch.randn(columns, dtype=HALF), torch.randn(columns)
+    for shift, scale, gate, *_ in (by_token, by_sample):
+        args = (x, update, gate, True)
+        assert torch.equal(launch_gated_residual(*args), gated_residual_reference(*args))
+        args = (x, update, gate)
+        assert torch.equal(launch_gated_residual(*args), gated_residual_reference(*args))
+        for affine in ((None, None), (weight, bias)):
+            args = (x, *affine, scale, shift, 1e-6)
+            assert_near(launch_layer_norm_fp32(*args), layer_norm_fp32_reference(*args))
+    args = (x[:, 2:], weight, bias, None, None, 1e-6)
+    assert_near(launch_layer_norm_fp32(*args), layer_norm_fp32_reference(*args))
+
+
+@interpreted
+def test_rms_norm_with_a_weight_of_the_rows_dtype():
+    from quantpolicy.kernels.rms_norm import launch_rms_norm, rms_norm_reference
+
+    args = (torch.randn(2, 5, 96, dtype=HALF), torch.randn(96, dtype=HALF), 1e-6, HALF)
+    assert_near(launch_rms_norm(*args), rms_norm_reference(*args))
+
+
+@interpreted
 def test_swiglu():
     from quantpolicy.kernels.swiglu import launch_swiglu, swiglu_reference
 

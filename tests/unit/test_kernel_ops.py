@@ -9,8 +9,13 @@ from torch.nn import functional as F
 
 from quantpolicy.kernels.gated_residual import gated_residual, gated_residual_reference
 from quantpolicy.kernels.gelu_fp8_linear import gelu_fp8_linear, gelu_rows
+from quantpolicy.kernels.layer_norm_fp32 import layer_norm_fp32, why_not_layer_norm
 from quantpolicy.kernels.layer_norm_modulate import layer_norm_modulate
 from quantpolicy.kernels.linear_gelu import linear_gelu
+from quantpolicy.kernels.qk_norm_rope_across_heads import (
+    qk_norm_rope_across_heads,
+    why_not_qk_norm_rope_across_heads,
+)
 from quantpolicy.kernels.qk_norm_rope_pack import qk_norm_rope_pack
 from quantpolicy.kernels.qk_rms_norm import qk_rms_norm, why_not_head_norm
 from quantpolicy.kernels.qk_rms_norm_rope import qk_rms_norm_rope, why_not_qk_rms_norm_rope
@@ -33,6 +38,20 @@ def packed(tokens: int = 7, text: int = 3, heads: int = 2, size: int = 64) -> tu
     return (*image.unbind(2), *texts.unbind(2))
 
 
+def projected(tokens: int = 7, channels: int = 128) -> tuple[Tensor, ...]:
+    return noise(2, tokens, 3 * channels).chunk(3, dim=-1)[:2]
+
+
+def wan_tables(tokens: int = 7, size: int = 64) -> tuple[Tensor, Tensor]:
+    angles = torch.rand(1, tokens, 1, size // 2).repeat_interleave(2, -1) * 6
+    return angles.cos(), angles.sin()
+
+
+def by_token(columns: int = 64) -> list[Tensor]:
+    """Return an fp32 modulation, one a token, as strided views."""
+    return [part.squeeze(2) for part in torch.randn(2, 5, 6, columns).chunk(6, dim=2)]
+
+
 def arguments() -> dict[str, tuple[object, ...]]:
     heads, weights = packed(), [noise(64) for _ in range(4)]
     cos, sin = torch.randn(7, 64), torch.randn(7, 64)
@@ -40,11 +59,14 @@ def arguments() -> dict[str, tuple[object, ...]]:
     stream, vector = torch.randn(2, 5, 64), torch.randn(64)
     tables = (torch.randn(1, 7, 1, 48), torch.randn(1, 7, 1, 48))
     codes, scale = noise(32, 128).to(torch.float8_e4m3fn), torch.rand(32, 1)
+    across = [noise(128) for _ in range(2)]
     return {
         "rope_qkv_pack": (*heads, cos, sin),
         "qk_norm_rope_pack": (*heads, *weights, cos, sin, 1e-6),
         "qk_rms_norm": (*heads[:2], *weights[:2], 1e-6),
+        "qk_norm_rope_across_heads": (*projected(), *across, *wan_tables(), 1e-6),
         "gated_residual": (x, update, gates[1]),
+        "layer_norm_fp32": (x, vector, vector, *by_token()[:2], 1e-6),
         "layer_norm_modulate": (x[:, 1:], gates[0], gates[1], 1e-6),
         "rms_norm": (stream, vector, 1e-5, BF16),
         "scale_add_rms_norm": (stream, update, vector, vector, 1e-5),
@@ -117,9 +139,32 @@ def test_references_are_the_eager_chains():
     assert torch.equal(gelu_rows(x, head)[..., :64], head)
 
 
+def test_wan_references_are_the_eager_chains():
+    x, update, shift, scale, gate = noise(2, 5, 64), noise(2, 5, 64), *by_token()[:3]
+    weight, bias = noise(64), noise(64)
+    for vectors in ((shift, scale, gate), [v[:, :1] for v in (shift, scale, gate)]):
+        shift, scale, gate = vectors
+        chain = (x.float() + update * gate).type_as(x)
+        assert torch.equal(gated_residual(x, update, gate, True), chain)
+        assert gated_residual(x, update, gate).dtype is torch.float32
+        chain = (F.layer_norm(x.float(), (64,), eps=1e-6) * (1 + scale) + shift).type_as(x)
+        assert torch.equal(layer_norm_fp32(x, None, None, scale, shift, 1e-6), chain)
+    chain = F.layer_norm(x.float(), (64,), weight.float(), bias.float(), 1e-6).type_as(x)
+    assert torch.equal(layer_norm_fp32(x, weight, bias, None, None, 1e-6), chain)
+    assert torch.equal(rms_norm(x, weight, 1e-6, BF16), F.rms_norm(x, (64,), weight, 1e-6))
+
+
 def test_head_norms_and_norms_across_heads_are_not_confused():
     q, k, *_ = packed()
     across = noise(128)
+    rows, tables, one_head = projected(), wan_tables(), noise(64)
+    assert why_not_qk_norm_rope_across_heads(*rows, across, across, *tables, 1e-6) == ""
+    assert (
+        why_not_qk_norm_rope_across_heads(*rows, across, one_head, *tables, 1e-6)
+        == "the norm weights are not [H * D] for [B, S, H * D]"
+    )
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        qk_norm_rope_across_heads(*rows, one_head, one_head, *tables, 1e-6)
     assert why_not_head_norm(q, across) == "the norm weight is not [D] for [B, S, H, D]"
     with pytest.raises(RuntimeError, match="size of tensor"):
         qk_rms_norm(q, k, across, across, 1e-6)
@@ -170,6 +215,33 @@ def test_swiglu_linear_says_why_not():
         ((x[..., :60], weight[:, :60].contiguous(), bias), "not multiples of 16 bytes"),
     ):
         assert reason in why_not_swiglu_linear(*args)
+
+
+def test_predicates_of_wan_s_ops_say_why():
+    (q, k), weight, (cos, sin) = projected(), noise(128), wan_tables()
+    for args, reason in (
+        ((q.float(), k, weight, weight, cos, sin), "not all bfloat16"),
+        ((q, k, weight.float(), weight, cos, sin), "not all bfloat16"),
+        ((q, k[:, 1:], weight, weight, cos, sin), "of one shape"),
+        ((q, k, weight, weight, cos.to(BF16), sin), "not float32"),
+        ((q, k, weight, weight, cos[:, 1:], sin[:, 1:]), "not [1, S, 1, D]"),
+        ((q, k, weight, weight, cos.expand(2, -1, -1, -1), sin), "not [1, S, 1, D]"),
+        ((q, k, weight, weight, cos[..., :48], sin[..., :48]), "no divisor"),
+        ((q, k, weight, weight, cos.transpose(1, 3).contiguous().transpose(1, 3), sin), "contig"),
+    ):
+        assert reason in why_not_qk_norm_rope_across_heads(*args, 1e-6)
+    x, vector, (shift, scale, *_) = noise(2, 5, 64), noise(64), by_token()
+    assert why_not_layer_norm(x, vector, vector, scale, shift, 1e-6) == ""
+    for args, reason in (
+        ((x.float(), None, None, scale, shift), "not bfloat16"),
+        ((x, vector, None, scale, shift), "without a bias"),
+        ((x, None, None, scale, None), "without a shift"),
+        ((x, None, None, scale.to(BF16), shift), "not float32"),
+        ((x, None, None, scale[:, 1:], shift), "none of [D]"),
+        ((x, vector[:32], vector, scale, shift), "not contiguous [D]"),
+        ((x.transpose(1, 2), None, None, None, None), "channels are not contiguous"),
+    ):
+        assert reason in why_not_layer_norm(*args, 1e-6)
 
 
 def test_a_gradient_flows_through_the_reference_on_a_cpu():

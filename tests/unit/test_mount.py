@@ -254,7 +254,7 @@ def test_split_linear_on_a_dense_model():
 
 
 def test_another_class_has_no_site():
-    model, _ = build_tiny("wan2.2-ti2v-5b")
+    model, _ = build_tiny("qwen-image")
     report = mount(model, MOUNTABLE)
     assert report.mounted == {}
     assert set(report.declined.values()) == {"the model has no site for it"}

@@ -12,9 +12,9 @@ from torch import Tensor
 from quantpolicy.kernels.gated_residual import gated_residual
 from quantpolicy.kernels.gelu_fp8_linear import gelu_fp8_linear
 from quantpolicy.kernels.layer_norm_modulate import layer_norm_modulate
-from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.kernels.linear_gelu import linear_gelu
 from quantpolicy.kernels.split_linear import split_linear
+from quantpolicy.runtime.mounts.feed_forward import is_fp8
 from quantpolicy.runtime.mounts.hunyuanvideo_attention import Rotary
 from quantpolicy.runtime.mounts.site import Part, Rewrite, is_dense
 
@@ -112,7 +112,7 @@ class SingleBlock(Rewrite):
 
     def _project(self: Part, normed: Tensor, attended: Tensor) -> Tensor:
         last = self.proj_out
-        if self.quantises and isinstance(last, FusedLinear):
+        if self.quantises and is_fp8(last):
             return gelu_fp8_linear(
                 self.proj_mlp(normed), attended, last.qdata, last.scale, last.bias, last.floor
             )
@@ -183,25 +183,6 @@ class ActivatedLinear(Rewrite):
             return linear_gelu(hidden_states, self.proj.weight, self.proj.bias)
         activated: Tensor = super().forward(hidden_states)  # type: ignore[misc]
         return activated
-
-
-class QuantisedFeedForward(Rewrite):
-    """A feed-forward whose last Linear is fp8.
-
-    Args:
-        quantises: its GELU and the quantisation behind it in one pass.
-    """
-
-    quantises = False
-
-    def forward(self: Part, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Return the rows after the last Linear."""
-        if not (self.quantises and isinstance(self.net[2], FusedLinear)):
-            plain: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-            return plain
-        last = self.net[2]
-        rows = self.net[0].proj(hidden_states)
-        return gelu_fp8_linear(rows, None, last.qdata, last.scale, last.bias, last.floor)
 
 
 def modulated(norm: Part, x: Tensor, scale: Tensor, shift: Tensor, fused: bool) -> Tensor:

@@ -14,13 +14,12 @@ from diffusers.models.normalization import (
 )
 from torch import nn
 
-from quantpolicy.kernels.linear import FusedLinear
+from quantpolicy.runtime.mounts.feed_forward import is_fp8
 from quantpolicy.runtime.mounts.hunyuanvideo import (
     ActivatedLinear,
     ContinuousNorm,
     DualBlock,
     ModulatingNorm,
-    QuantisedFeedForward,
     SingleBlock,
 )
 from quantpolicy.runtime.mounts.hunyuanvideo_attention import JointAttention
@@ -33,7 +32,6 @@ from quantpolicy.runtime.mounts.site import (
     why_not_bypassed,
     why_not_plain,
 )
-from quantpolicy.schemes import Scheme
 
 DUAL_BLOCKS = ("HunyuanVideoTransformerBlock", "HunyuanVideo15TransformerBlock")
 SINGLE_BLOCKS = ("HunyuanVideoSingleTransformerBlock",)
@@ -192,17 +190,8 @@ def find_split_linear(model: nn.Module) -> Sites:
 
 
 def find_gelu_fp8_linear(model: nn.Module) -> Sites:
-    """Return the feed-forwards of dual blocks, and the single-stream blocks, where fp8 follows."""
+    """Return the single-stream blocks, whose last Linear reads more than a feed-forward's."""
     search = _Search()
-    for name, block in _named(model, *DUAL_BLOCKS):
-        for part in ("ff", "ff_context"):
-            ff = getattr(block, part)
-            entry = ff.net[0]
-            reason = "" if isinstance(entry, GELU) else f"its entry is a {type(entry).__name__}"
-            if not reason:
-                reason = _why_not_fp8(ff.net[2], entry.approximate)
-                reason = reason or why_not_plain(ff) or why_not_bypassed(entry)
-            search.add(Site(f"{name}.{part}", ff, QuantisedFeedForward, "quantises"), reason)
     for name, block in _named(model, *SINGLE_BLOCKS):
         reason = _why_not_fp8(block.proj_out, getattr(block.act_mlp, "approximate", ""))
         reason = reason or why_not_plain(block) or why_not_bypassed(block.act_mlp)
@@ -211,7 +200,7 @@ def find_gelu_fp8_linear(model: nn.Module) -> Sites:
 
 
 def _why_not_fp8(last: Part, approximate: str) -> str:
-    if not isinstance(last, FusedLinear) or last.scheme is not Scheme.FP8:
+    if not is_fp8(last):
         return "its last Linear is not an fp8 one in fused execution"
     if approximate != "tanh":
         return "its GELU is not the tanh approximation"

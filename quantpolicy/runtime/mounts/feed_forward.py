@@ -1,0 +1,70 @@
+"""diffusers' feed-forward with a tanh-GELU before an fp8 Linear, in whichever model it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from diffusers.models.activations import GELU
+from diffusers.models.attention import FeedForward
+from torch import Tensor, nn
+
+from quantpolicy.kernels.gelu_fp8_linear import gelu_fp8_linear
+from quantpolicy.kernels.linear import FusedLinear
+from quantpolicy.runtime.mounts.site import (
+    Part,
+    Rewrite,
+    Site,
+    Sites,
+    former_class,
+    why_not_bypassed,
+    why_not_plain,
+)
+from quantpolicy.schemes import Scheme
+
+
+class QuantisedFeedForward(Rewrite):
+    """A feed-forward whose last Linear is fp8.
+
+    Args:
+        quantises: its GELU and the quantisation behind it in one pass.
+    """
+
+    quantises = False
+
+    def forward(self: Part, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
+        """Return the rows after the last Linear."""
+        last = self.net[2]
+        if not (self.quantises and is_fp8(last)):
+            plain: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+            return plain
+        rows = self.net[0].proj(hidden_states)
+        return gelu_fp8_linear(rows, None, last.qdata, last.scale, last.bias, last.floor)
+
+
+def is_fp8(linear: Part) -> bool:
+    """Return whether a Linear is an fp8 one in fused execution."""
+    return isinstance(linear, FusedLinear) and linear.scheme is Scheme.FP8
+
+
+def find_gelu_fp8_linear(model: nn.Module) -> Sites:
+    """Return the feed-forwards with a tanh-GELU whose last Linear is fp8."""
+    found: list[Site] = []
+    rejected: list[tuple[str, str]] = []
+    for name, module in model.named_modules():
+        if former_class(module) is not FeedForward or not _is_candidate(module):
+            continue
+        entry, last = module.net[0], module.net[2]
+        reason = why_not_plain(module) or why_not_bypassed(entry) or why_not_bypassed(last)
+        if reason:
+            rejected.append((name, reason))
+        else:
+            found.append(Site(name, module, QuantisedFeedForward, "quantises"))
+    return Sites(tuple(found), tuple(rejected))
+
+
+def _is_candidate(ff: Part) -> bool:
+    entry = ff.net[0]
+    return isinstance(entry, GELU) and entry.approximate == "tanh" and is_fp8(ff.net[2])
+
+
+FINDERS: dict[str, Callable[[nn.Module], Sites]] = {"gelu_fp8_linear": find_gelu_fp8_linear}

@@ -1,0 +1,145 @@
+"""The blocks of Wan and their attention processors, with parts as slots.
+
+Each rewrite computes what diffusers' forward computes. What a fused part computes is in
+``kernels``.
+"""
+
+from __future__ import annotations
+
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from torch import Tensor, nn
+
+from quantpolicy.kernels.gated_residual import gated_residual
+from quantpolicy.kernels.layer_norm_fp32 import layer_norm_fp32
+from quantpolicy.kernels.qk_norm_rope_across_heads import (
+    qk_norm_rope_across_heads,
+    rotate_heads_reference,
+)
+from quantpolicy.kernels.rms_norm import rms_norm
+from quantpolicy.runtime.mounts.site import Part, Rewrite
+
+Rotary = tuple[Tensor, Tensor]
+
+
+class Block(Rewrite):
+    """A transformer block, whose norms and residual adds are computed in fp32.
+
+    Args:
+        norms: each LayerNorm in one op, scale and shift included.
+        gates: gated residual adds in one op.
+    """
+
+    norms = False
+    gates = False
+
+    def forward(
+        self: Part,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        rotary_emb: Rotary,
+    ) -> Tensor:
+        """Return the rows after the block; ``temb`` is [B, 6, D], or [B, S, 6, D] by token."""
+        table = self.scale_shift_table
+        parts = ((table if temb.dim() == 3 else table[:, None]) + temb.float()).chunk(6, dim=-2)
+        if temb.dim() == 4:
+            parts = [part.squeeze(2) for part in parts]
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = parts
+        add = gated_residual_op if self.gates else gated_residual_eager
+
+        normed = self._normed(self.norm1, hidden_states, scale, shift)
+        stream = add(hidden_states, self.attn1(normed, None, None, rotary_emb), gate)
+        normed = self._normed(self.norm2, stream)
+        stream = stream + self.attn2(normed, encoder_hidden_states, None, None)
+        normed = self._normed(self.norm3, stream, mlp_scale, mlp_shift)
+        return add(stream, self.ffn(normed), mlp_gate)
+
+    def _normed(
+        self: Part,
+        norm: Part,
+        x: Tensor,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+    ) -> Tensor:
+        if self.norms and isinstance(norm, nn.LayerNorm):
+            return layer_norm_fp32(x, norm.weight, norm.bias, scale, shift, norm.eps)
+        normed: Tensor = norm(x.float())
+        if scale is not None and shift is not None:
+            normed = normed * (1 + scale) + shift
+        return normed.type_as(x)
+
+
+class Attention(Rewrite):
+    """The attention processor, in self-attention and cross-attention.
+
+    Args:
+        rotates: norm and rotation of queries and keys in one op, where there are rotary tables.
+        norms: each norm in one op, where there are none.
+    """
+
+    rotates = False
+    norms = False
+
+    def __call__(
+        self: Part,
+        attn: Part,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: Rotary | None = None,
+    ) -> Tensor:
+        """Return the projected attention, as the stock processor does."""
+        if attn.add_k_proj is not None or attn.fused_projections:
+            stock: Tensor = super().__call__(  # type: ignore[misc]
+                attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb
+            )
+            return stock
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query, key, value = attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context)
+        query, key = self._prepare(attn, query, key, rotary_emb)
+        out = dispatch_attention_fn(
+            query,
+            key,
+            _heads(value, attn),
+            attn_mask=attention_mask,
+            dropout_p=0.0,
+            is_causal=False,
+            backend=self._attention_backend,
+            parallel_config=self._parallel_config if encoder_hidden_states is None else None,
+        )
+        out = out.flatten(2, 3).type_as(query)
+        projected: Tensor = attn.to_out[1](attn.to_out[0](out))
+        return projected
+
+    def _prepare(
+        self: Part, attn: Part, query: Tensor, key: Tensor, rotary: Rotary | None
+    ) -> tuple[Tensor, Tensor]:
+        """Norm queries and keys over all heads and rotate them; return [B, S, H, D]."""
+        norm_q, norm_k = attn.norm_q, attn.norm_k
+        if rotary is not None and self.rotates:
+            return qk_norm_rope_across_heads(
+                query, key, norm_q.weight, norm_k.weight, *rotary, norm_q.eps
+            )
+        if rotary is None and self.norms:
+            query = rms_norm(query, norm_q.weight, norm_q.eps, query.dtype)
+            key = rms_norm(key, norm_k.weight, norm_k.eps, key.dtype)
+        else:
+            query, key = norm_q(query), norm_k(key)
+        query, key = _heads(query, attn), _heads(key, attn)
+        if rotary is None:
+            return query, key
+        return rotate_heads_reference(query, *rotary), rotate_heads_reference(key, *rotary)
+
+
+def _heads(x: Tensor, attn: Part) -> Tensor:
+    return x.view(*x.shape[:2], attn.heads, x.shape[2] // attn.heads)
+
+
+def gated_residual_op(residual: Tensor, update: Tensor, gate: Tensor) -> Tensor:
+    """Multiply and add in one op, in the dtype of the residual."""
+    return gated_residual(residual, update, gate, True)
+
+
+def gated_residual_eager(residual: Tensor, update: Tensor, gate: Tensor) -> Tensor:
+    """Multiply and add as diffusers does; the gate is fp32."""
+    return (residual.float() + update * gate).type_as(residual)

@@ -1,0 +1,92 @@
+"""Where the fusions of Wan go, and why a site cannot be taken.
+
+Classes are told by identity: other models of diffusers have blocks of the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from diffusers.models.normalization import FP32LayerNorm
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanTransformerBlock
+from torch import nn
+
+from quantpolicy.runtime.mounts.site import (
+    Part,
+    Site,
+    Sites,
+    former_class,
+    why_not_bypassed,
+    why_not_plain,
+)
+from quantpolicy.runtime.mounts.wan import Attention, Block
+
+
+def _blocks(model: nn.Module) -> Iterator[tuple[str, Part]]:
+    for name, module in model.named_modules():
+        if former_class(module) is WanTransformerBlock:
+            yield name, module
+
+
+def _find(model: nn.Module, make: Callable[[str, Part], tuple[Site, str]]) -> Sites:
+    """Return one site a block, or the reason against it."""
+    made = [make(name, block) for name, block in _blocks(model)]
+    return Sites(
+        tuple(site for site, reason in made if not reason),
+        tuple((site.name, reason) for site, reason in made if reason),
+    )
+
+
+def _gates_site(name: str, block: Part) -> tuple[Site, str]:
+    return Site(name, block, Block, "gates"), why_not_plain(block)
+
+
+def _norms_site(name: str, block: Part) -> tuple[Site, str]:
+    reason = why_not_plain(block)
+    for norm in (block.norm1, block.norm2, block.norm3):
+        reason = reason or _why_not_layer_norm(norm)
+    return Site(name, block, Block, "norms"), reason
+
+
+def _why_not_layer_norm(norm: Part) -> str:
+    if former_class(norm) not in (FP32LayerNorm, nn.Identity):
+        return f"a norm is a {type(norm).__name__}"
+    return why_not_bypassed(norm)
+
+
+def _rotates_site(name: str, block: Part) -> tuple[Site, str]:
+    attn = block.attn1
+    reason = _why_not_attention(attn)
+    if not reason and attn.norm_q.eps != attn.norm_k.eps:
+        reason = "the norms of queries and keys differ in eps"
+    return Site(f"{name}.attn1", attn.processor, Attention, "rotates"), reason
+
+
+def _cross_norms_site(name: str, block: Part) -> tuple[Site, str]:
+    attn = block.attn2
+    reason = _why_not_attention(attn)
+    if not reason and attn.add_k_proj is not None:
+        reason = "it attends to an image apart"
+    return Site(f"{name}.attn2", attn.processor, Attention, "norms"), reason
+
+
+def _why_not_attention(attn: Part) -> str:
+    if former_class(attn.processor) is not WanAttnProcessor:
+        return f"its attention processor is a {type(attn.processor).__name__}"
+    for norm, linear in ((attn.norm_q, attn.to_q), (attn.norm_k, attn.to_k)):
+        if type(norm) is not nn.RMSNorm or norm.weight is None or norm.eps is None:
+            return "queries and keys have no RMSNorm with a weight and an eps"
+        channels = (linear.out_features,)
+        if norm.weight.shape != channels:
+            return f"a norm weight is {tuple(norm.weight.shape)}, not all heads' {channels}"
+        if reason := why_not_bypassed(norm):
+            return reason
+    return why_not_plain(attn)
+
+
+FINDERS: dict[str, Callable[[nn.Module], Sites]] = {
+    "gated_residual": lambda model: _find(model, _gates_site),
+    "layer_norm_fp32": lambda model: _find(model, _norms_site),
+    "qk_norm_rope_across_heads": lambda model: _find(model, _rotates_site),
+    "rms_norm": lambda model: _find(model, _cross_norms_site),
+}
