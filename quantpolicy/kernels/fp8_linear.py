@@ -4,7 +4,7 @@
 
 The GEMM is torch's own row-wise one, as in torchao, so results are equal where it takes the bias.
 Shapes and output dtypes that it rejects, and few rows by few columns, which it is slow at, go to a
-Triton GEMM.
+Triton GEMM. ``fp8_gemm`` is the second half alone, for rows that come quantised.
 """
 
 from __future__ import annotations
@@ -28,16 +28,28 @@ FEW_COLUMNS = 4096
 _NAME = "fp8_linear"
 
 
-def fp8_linear_reference(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, floor: float
+def fp8_gemm_reference(
+    codes: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Multiply in plain torch: e4m3 values as fp32, one fp32 epilogue."""
-    codes, scale = row_quantise_fp8_reference(x, floor)
-    acc = codes.reshape(-1, x.shape[-1]).to(torch.float32) @ weight.to(torch.float32).t()
+    acc = codes.reshape(-1, codes.shape[-1]).to(torch.float32) @ weight.to(torch.float32).t()
     out = acc * scale.reshape(-1, 1) * weight_scale.reshape(1, -1)
     if bias is not None:
         out = out + bias.to(torch.float32)
-    return out.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+    return out.to(dtype).reshape(*codes.shape[:-1], weight.shape[0])
+
+
+def fp8_linear_reference(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, floor: float
+) -> Tensor:
+    """Quantise and multiply in plain torch."""
+    codes, scale = row_quantise_fp8_reference(x, floor)
+    return fp8_gemm_reference(codes, scale, weight, weight_scale, bias, x.dtype)
 
 
 def _fake(
@@ -47,18 +59,41 @@ def _fake(
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+def _fake_gemm(
+    codes: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    del scale, weight_scale, bias
+    return codes.new_empty((*codes.shape[:-1], weight.shape[0]), dtype=dtype)
+
+
 def _cpu(
     x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, floor: float
 ) -> Tensor:
     codes, scale = row_quantise_fp8_reference(x, floor)
+    return _gemm_cpu(codes, scale, weight, weight_scale, bias, x.dtype)
+
+
+def _gemm_cpu(
+    codes: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
     rows = flat_rows(codes)
     out = None
     if rows.numel():
-        bias_x = None if bias is None else bias.to(x.dtype)
-        out = scaled_mm(rows, flat_rows(scale), weight, weight_scale, bias_x, x.dtype)
+        bias_x = None if bias is None else bias.to(dtype)
+        out = scaled_mm(rows, flat_rows(scale), weight, weight_scale, bias_x, dtype)
     if out is None:
-        return fp8_linear_reference(x, weight, weight_scale, bias, floor)
-    return out.view(*x.shape[:-1], weight.shape[0])
+        return fp8_gemm_reference(codes, scale, weight, weight_scale, bias, dtype)
+    return out.view(*codes.shape[:-1], weight.shape[0])
 
 
 def _cuda(
@@ -67,18 +102,46 @@ def _cuda(
     if x.numel() == 0:
         return fp8_linear_reference(x, weight, weight_scale, bias, floor)
     rows, scale = fp8_rows(x, floor)
-    if bias is not None and bias.dtype is not x.dtype:
-        bias = bias.to(x.dtype)
+    out = multiply_rows(rows, scale, weight, weight_scale, bias, x.dtype)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _gemm_cuda(
+    codes: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    if codes.numel() == 0:
+        return fp8_gemm_reference(codes, scale, weight, weight_scale, bias, dtype)
+    rows = codes.reshape(-1, codes.shape[-1])
+    out = multiply_rows(rows, scale.reshape(-1, 1), weight, weight_scale, bias, dtype)
+    return out.view(*codes.shape[:-1], weight.shape[0])
+
+
+def multiply_rows(
+    rows: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Multiply CUDA codes [M, K], M > 0, with scales [M, 1] by a weight, [M, N] in a dtype."""
+    if bias is not None and bias.dtype is not dtype:
+        bias = bias.to(dtype)
     out = None
     if not prefers_triton(rows, weight):
-        out = scaled_mm(rows, scale, weight, weight_scale, bias, x.dtype)
+        out = scaled_mm(rows, scale, weight, weight_scale, bias, dtype)
         if out is None:
             decline(_NAME, "the vendor GEMM rejects the shape or dtype")
     if out is None and HAS_TRITON:
-        out = scaled_gemm(rows, scale, weight, weight_scale, bias, x.dtype)
+        out = scaled_gemm(rows, scale, weight, weight_scale, bias, dtype)
     if out is None:
-        return fp8_linear_reference(x, weight, weight_scale, bias, floor)
-    return out.view(*x.shape[:-1], weight.shape[0])
+        out = fp8_gemm_reference(rows, scale, weight, weight_scale, bias, dtype)
+    return out
 
 
 def prefers_triton(rows: Tensor, weight: Tensor) -> bool:
@@ -96,4 +159,12 @@ fp8_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor] = d
     cpu=_cpu,
     cuda=_cuda,
     fake=_fake,
+)
+
+fp8_gemm: Callable[..., Tensor] = define_op(  # type: ignore[assignment]
+    "fp8_gemm(Tensor codes, Tensor scale, Tensor weight, Tensor weight_scale, Tensor? bias,"
+    " ScalarType dtype) -> Tensor",
+    cpu=_gemm_cpu,
+    cuda=_gemm_cuda,
+    fake=_fake_gemm,
 )

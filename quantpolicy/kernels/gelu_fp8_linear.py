@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantpolicy.kernels.contract import define_fusion
-from quantpolicy.kernels.fp8_linear import fp8_linear, prefers_triton
+from quantpolicy.kernels.fp8_linear import fp8_linear, multiply_rows
 from quantpolicy.kernels.keyed_launch import keyed_launch
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.rotary import HALF_DTYPES
@@ -26,8 +26,6 @@ from quantpolicy.kernels.row_quantise_fp8 import (
     row_warps,
     split_columns,
 )
-from quantpolicy.kernels.scaled_gemm import scaled_gemm
-from quantpolicy.kernels.scaled_mm_probe import scaled_mm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -187,11 +185,7 @@ def launch_gelu_fp8_linear(
 ) -> Tensor:
     """Make the codes, then run the GEMM that ``fp8_linear`` runs."""
     codes, scale = gelu_quantise(x, head, floor)
-    out = None
-    if not prefers_triton(codes, weight):
-        out = scaled_mm(codes, scale, weight, weight_scale, bias, x.dtype)
-    if out is None:
-        out = scaled_gemm(codes, scale, weight, weight_scale, bias, x.dtype)
+    out = multiply_rows(codes, scale, weight, weight_scale, bias, x.dtype)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 

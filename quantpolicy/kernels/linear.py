@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from quantpolicy.errors import KernelMountError
-from quantpolicy.kernels.fp8_linear import fp8_linear
+from quantpolicy.kernels.fp8_linear import fp8_gemm, fp8_linear
 from quantpolicy.kernels.int8_linear import int8_linear
+from quantpolicy.kernels.quantised_rows import QuantisedRows
 from quantpolicy.kernels.traced import traced_fp8_linear, traced_int8_linear
 from quantpolicy.schemes import Scheme
 
@@ -91,8 +92,10 @@ class FusedLinear(nn.Linear):
         )
         return wrapped
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | QuantisedRows) -> Tensor:
         """Return ``x @ weight.T + bias`` over the quantised weight, in the dtype of ``x``."""
+        if isinstance(x, QuantisedRows):
+            return fp8_gemm(x.codes, x.scale, self.qdata, self.scale, self.bias, x.dtype)
         if x.requires_grad and torch.is_grad_enabled():
             raise KernelMountError(
                 self.name or "FusedLinear",

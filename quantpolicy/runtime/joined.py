@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from quantpolicy.errors import KernelMountError
 from quantpolicy.kernels.linear import FusedLinear
+from quantpolicy.kernels.quantised_rows import QuantisedRows
 
 _OWN = ("leader", "index", "start", "stop", "_bias_wants_grad")
 _LEADING = ("parts", "waiting", "_whole")
 _STORED = ("joined_qdata", "joined_scale", "joined_bias")
 
 # An input, its version, and the results not yet asked for.
-Waiting = tuple[Tensor, int, tuple[Tensor | None, ...]]
+Waiting = tuple[Tensor | QuantisedRows, int, tuple[Tensor | None, ...]]
 
 
 class JoinedLinear(FusedLinear):
@@ -66,7 +67,7 @@ class JoinedLinear(FusedLinear):
         joined = self.leader.joined_bias
         return None if joined is None else joined[self.start : self.stop]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | QuantisedRows) -> Tensor:
         """Return ``x @ weight.T + bias``; see ``FusedLinear``."""
         leader = self.leader
         waiting = leader.waiting
@@ -134,7 +135,7 @@ class _Whole:
     def bias(self) -> Tensor | None:
         return self.leader.joined_bias
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | QuantisedRows) -> Tensor:
         return FusedLinear.forward(self, x)  # type: ignore[arg-type]
 
 
@@ -192,8 +193,10 @@ def _without(waiting: Waiting, index: int) -> Waiting | None:
     return (waiting[0], waiting[1], left) if any(one is not None for one in left) else None
 
 
-def _version(x: Tensor) -> int:
+def _version(x: Tensor | QuantisedRows) -> int:
     """Return a number that a write to the tensor changes; a compiler sees the writes itself."""
+    if isinstance(x, QuantisedRows):
+        x = x.codes
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 

@@ -162,6 +162,7 @@ def test_qk_norm_rope_across_heads(count, size):
 @pytest.mark.parametrize("columns", [64, 96, 192, 3])
 def test_rows_with_fp32_modulation(columns):
     from quantpolicy.kernels.gated_residual import gated_residual_reference, launch_gated_residual
+    from quantpolicy.kernels.layer_norm_fp8 import launch_layer_norm_fp8, layer_norm_fp8_reference
     from quantpolicy.kernels.layer_norm_fp32 import (
         launch_layer_norm_fp32,
         layer_norm_fp32_reference,
@@ -179,6 +180,11 @@ def test_rows_with_fp32_modulation(columns):
         for affine in ((None, None), (weight, bias)):
             args = (x, *affine, scale, shift, 1e-6)
             assert_near(launch_layer_norm_fp32(*args), layer_norm_fp32_reference(*args))
+            codes, row_scale = launch_layer_norm_fp8(*args, 1e-12)
+            expected, expected_scale = layer_norm_fp8_reference(*args, 1e-12)
+            torch.testing.assert_close(row_scale, expected_scale, rtol=2**-9, atol=0)
+            # The interpreter's casts to fp8 are not the GPU's.
+            assert float((codes.float() != expected.float()).float().mean()) < 0.1
     args = (x[:, 2:], weight, bias, None, None, 1e-6)
     assert_near(launch_layer_norm_fp32(*args), layer_norm_fp32_reference(*args))
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from quantpolicy.kernels.gated_residual import gated_residual, gated_residual_reference
 from quantpolicy.kernels.gelu_fp8_linear import gelu_fp8_linear, gelu_rows
+from quantpolicy.kernels.layer_norm_fp8 import layer_norm_fp8
 from quantpolicy.kernels.layer_norm_fp32 import layer_norm_fp32, why_not_layer_norm
 from quantpolicy.kernels.layer_norm_modulate import layer_norm_modulate
 from quantpolicy.kernels.linear_gelu import linear_gelu
@@ -21,6 +22,7 @@ from quantpolicy.kernels.qk_rms_norm import qk_rms_norm, why_not_head_norm
 from quantpolicy.kernels.qk_rms_norm_rope import qk_rms_norm_rope, why_not_qk_rms_norm_rope
 from quantpolicy.kernels.rms_norm import rms_norm
 from quantpolicy.kernels.rope_qkv_pack import rope_qkv_pack, why_not_rope_qkv_pack
+from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8
 from quantpolicy.kernels.scale_add_rms_norm import scale_add_rms_norm
 from quantpolicy.kernels.split_linear import split_linear
 from quantpolicy.kernels.swiglu import swiglu
@@ -68,6 +70,15 @@ def arguments() -> dict[str, tuple[object, ...]]:
         "gated_residual": (x, update, gates[1]),
         "layer_norm_fp32": (x, vector, vector, *by_token()[:2], 1e-6),
         "layer_norm_modulate": (x[:, 1:], gates[0], gates[1], 1e-6),
+        "layer_norm_fp8": (x, None, None, *by_token()[:2], 1e-6, 1e-12),
+        "fp8_gemm": (
+            noise(2, 5, 128).to(codes.dtype),
+            torch.rand(2, 5, 1),
+            codes,
+            scale,
+            None,
+            BF16,
+        ),
         "rms_norm": (stream, vector, 1e-5, BF16),
         "scale_add_rms_norm": (stream, update, vector, vector, 1e-5),
         "qk_rms_norm_rope": (*heads[:2], *tables, 1e-5),
@@ -82,7 +93,7 @@ def arguments() -> dict[str, tuple[object, ...]]:
 @pytest.mark.parametrize("name", list(arguments()))
 def test_opcheck(name):
     # The schema check multiplies the inputs, which fp8 tensors cannot be.
-    tests = ("test_schema", "test_faketensor")[name == "gelu_fp8_linear" :]
+    tests = ("test_schema", "test_faketensor")[name in ("gelu_fp8_linear", "fp8_gemm") :]
     op = getattr(torch.ops.quantpolicy, name).default
     torch.library.opcheck(op, arguments()[name], test_utils=tests)
 
@@ -152,6 +163,10 @@ def test_wan_references_are_the_eager_chains():
     chain = F.layer_norm(x.float(), (64,), weight.float(), bias.float(), 1e-6).type_as(x)
     assert torch.equal(layer_norm_fp32(x, weight, bias, None, None, 1e-6), chain)
     assert torch.equal(rms_norm(x, weight, 1e-6, BF16), F.rms_norm(x, (64,), weight, 1e-6))
+    args = (x, None, None, scale, shift, 1e-6)
+    found = layer_norm_fp8(*args, 1e-12)
+    for one, other in zip(found, row_quantise_fp8(layer_norm_fp32(*args), 1e-12), strict=True):
+        assert torch.equal(one.float(), other.float())
 
 
 def test_head_norms_and_norms_across_heads_are_not_confused():

@@ -8,15 +8,16 @@ from torch import Tensor, nn
 
 from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.measure.tiny import build_tiny
-from quantpolicy.runtime.joined import join_linears
+from quantpolicy.runtime.joined import JoinedLinear, join_linears
 from quantpolicy.runtime.mount import mount, mounted_ops, unmount
 from quantpolicy.runtime.mounts import wan
+from quantpolicy.runtime.mounts.feed_forward import read_codes
 from quantpolicy.runtime.weights import quantise_weight
 from quantpolicy.schemes import Scheme
 
 PER_TOKEN, PER_SAMPLE, WITH_IMAGE = "wan2.2-ti2v-5b", "wan2.2-t2v-a14b", "wan2.1-i2v-14b"
 DENSE = ("gated_residual", "layer_norm_fp32", "qk_norm_rope_across_heads", "rms_norm")
-HALF = torch.bfloat16
+QUANTISED = ("gelu_fp8_linear", "layer_norm_fp8", "row_quantise_fp8")
 
 
 def output(model: nn.Module, inputs: dict[str, object]) -> Tensor:
@@ -73,11 +74,18 @@ def test_every_fusion_alone_and_all_together(family):
 def test_a_fused_model_stays_exact(family, join, fused):
     model, inputs = build_tiny(family)
     fused(model, join)
-    before = output(model, inputs)
-    report = mount(model, (*DENSE, "gelu_fp8_linear"))
-    assert report.mounted == dict.fromkeys((*DENSE, "gelu_fp8_linear"), len(model.blocks))
-    assert torch.equal(output(model, inputs), before)
-    unmount(model)
+    before, kinds = output(model, inputs), classes(model)
+    blocks = len(model.blocks)
+    sites = dict.fromkeys((*DENSE, *QUANTISED), blocks) | {"row_quantise_fp8": 2 * blocks}
+    for ops in (*((op,) for op in QUANTISED), (*DENSE, *QUANTISED)):
+        report = mount(model, ops)
+        assert report.mounted == {op: sites[op] for op in ops}
+        assert torch.equal(output(model, inputs), before)
+        if join:
+            # Every part took its share of the leader's product.
+            assert model.blocks[0].attn1.to_q.waiting is None
+        unmount(model)
+        assert classes(model) == kinds
     assert torch.equal(output(model, inputs), before)
 
 
@@ -126,7 +134,9 @@ def test_an_image_attended_to_apart_keeps_the_stock_cross_attention(fused):
     unmount(model)
     fused(model)
     before = output(model, inputs)
-    mount(model, (*DENSE, "gelu_fp8_linear"))
+    report = mount(model, (*DENSE, *QUANTISED))
+    assert report.mounted["row_quantise_fp8"] == len(model.blocks)
+    assert report.mounted["layer_norm_fp8"] == len(model.blocks)
     assert torch.equal(output(model, inputs), before)
 
 
@@ -177,6 +187,26 @@ def test_blocks_without_a_norm_before_cross_attention():
             "blocks.1: a FP32LayerNorm inside it has hooks",
         ),
         (
+            lambda block: block.attn1.to_v.register_forward_pre_hook(lambda *_: None),
+            "layer_norm_fp8",
+            "blocks.1: a FusedLinear inside it has hooks",
+        ),
+        (
+            lambda block: block.attn2.register_forward_hook(lambda *_: None),
+            "layer_norm_fp8",
+            "blocks.1: a WanAttention inside it has hooks",
+        ),
+        (
+            lambda block: setattr(block.attn1, "processor", print),
+            "layer_norm_fp8",
+            "blocks.1: an attention processor is a builtin_function_or_method",
+        ),
+        (
+            lambda block: block.attn1.to_out[0].register_forward_hook(lambda *_: None),
+            "row_quantise_fp8",
+            "blocks.1.attn1: a FusedLinear inside it has hooks",
+        ),
+        (
             lambda block: setattr(block, "norm1", nn.LayerNorm(128)),
             "layer_norm_fp32",
             "blocks.1: a norm is a LayerNorm",
@@ -188,8 +218,10 @@ def test_blocks_without_a_norm_before_cross_attention():
         ),
     ],
 )
-def test_one_rejected_site_leaves_the_whole_fusion_out(spoil, op, reason):
+def test_one_rejected_site_leaves_the_whole_fusion_out(spoil, op, reason, fused):
     model, _ = build_tiny(PER_TOKEN)
+    if op in QUANTISED:
+        fused(model)
     spoil(model.blocks[1])
     kinds = classes(model)
     report = mount(model, (op,))
@@ -232,13 +264,61 @@ def test_hooks_in_a_feed_forward_are_a_reason_against_it(settings):
     }
 
 
+def test_a_norm_that_not_only_fp8_linears_read_is_not_quantised(settings, monkeypatch):
+    model, inputs = build_tiny(PER_TOKEN)
+    reason = "blocks.0: no norm is read by fp8 Linears in fused execution alone"
+    assert mount(model, ("layer_norm_fp8",)).declined == {
+        "layer_norm_fp8": f"{reason} (and 1 more sites)"
+    }
+    for block in model.blocks:
+        for linear in (block.attn1.to_q, block.attn1.to_k, block.ffn.net[0].proj):
+            fuse(linear, settings)
+    before = output(model, inputs)
+    assert mount(model, (*DENSE, "layer_norm_fp8")).declined == {}
+    called = []
+    original = wan.layer_norm_fp8
+    monkeypatch.setattr(
+        wan, "layer_norm_fp8", lambda *args: called.append(args[-1]) or original(*args)
+    )
+    assert torch.equal(output(model, inputs), before)
+    assert called == [1e-12] * len(model.blocks)
+    model.blocks[0].ffn.net[0].proj.floor = 1e-6
+    model.blocks[1].ffn.net[0].proj.__class__ = JoinedLinear
+    assert read_codes([model.blocks[0].ffn.net[0].proj, model.blocks[0].attn1.to_q]) is False
+    assert read_codes([model.blocks[1].ffn.net[0].proj, model.blocks[0].attn1.to_q]) is True
+
+
+def test_a_projection_exchanged_later_gets_rows(fused):
+    model, inputs = build_tiny(PER_TOKEN)
+    fused(model)
+    mount(model, (*DENSE, *QUANTISED))
+    seen = []
+
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base_layer = base
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x.dtype)
+            return self.base_layer(x)
+
+    before = output(model, inputs)
+    block = model.blocks[0]
+    block.attn1.to_k = Adapted(block.attn1.to_k)
+    block.attn1.to_out[0] = Adapted(block.attn1.to_out[0])
+    block.ffn.net[0].proj = Adapted(block.ffn.net[0].proj)
+    assert torch.equal(output(model, inputs), before)
+    assert seen == [torch.bfloat16] * 3
+
+
 @pytest.mark.parametrize("family", [PER_TOKEN, PER_SAMPLE])
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantised", ["dense", "fused", "joined"])
 def test_compiled_blocks_stay_one_graph(family, quantised, fused):
     model, inputs = build_tiny(family)
-    if quantised:
-        fused(model)
-    mount(model, (*DENSE, "gelu_fp8_linear"))
+    if quantised != "dense":
+        fused(model, quantised == "joined")
+    mount(model, (*DENSE, *QUANTISED))
     before = output(model, inputs)
     model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
@@ -44,6 +44,12 @@ class QuantisedFeedForward(Rewrite):
 def is_fp8(linear: Part) -> bool:
     """Return whether a Linear is an fp8 one in fused execution."""
     return isinstance(linear, FusedLinear) and linear.scheme is Scheme.FP8
+
+
+def read_codes(linears: Iterable[Part]) -> bool:
+    """Return whether Linears read the same e4m3 codes: fp8 ones with one activation floor."""
+    first, *others = linears
+    return is_fp8(first) and all(is_fp8(one) and one.floor == first.floor for one in others)
 
 
 def find_gelu_fp8_linear(model: nn.Module) -> Sites:

@@ -10,12 +10,16 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
 from quantpolicy.kernels.gated_residual import gated_residual
+from quantpolicy.kernels.layer_norm_fp8 import layer_norm_fp8
 from quantpolicy.kernels.layer_norm_fp32 import layer_norm_fp32
 from quantpolicy.kernels.qk_norm_rope_across_heads import (
     qk_norm_rope_across_heads,
     rotate_heads_reference,
 )
+from quantpolicy.kernels.quantised_rows import QuantisedRows
 from quantpolicy.kernels.rms_norm import rms_norm
+from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8
+from quantpolicy.runtime.mounts.feed_forward import is_fp8, read_codes
 from quantpolicy.runtime.mounts.site import Part, Rewrite
 
 Rotary = tuple[Tensor, Tensor]
@@ -26,10 +30,12 @@ class Block(Rewrite):
 
     Args:
         norms: each LayerNorm in one op, scale and shift included.
+        quantises: the same with the quantisation behind it, where only fp8 Linears read the rows.
         gates: gated residual adds in one op.
     """
 
     norms = False
+    quantises = False
     gates = False
 
     def forward(
@@ -47,26 +53,39 @@ class Block(Rewrite):
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = parts
         add = gated_residual_op if self.gates else gated_residual_eager
 
-        normed = self._normed(self.norm1, hidden_states, scale, shift)
+        normed = self._normed(0, hidden_states, scale, shift)
         stream = add(hidden_states, self.attn1(normed, None, None, rotary_emb), gate)
-        normed = self._normed(self.norm2, stream)
+        normed = self._normed(1, stream)
         stream = stream + self.attn2(normed, encoder_hidden_states, None, None)
-        normed = self._normed(self.norm3, stream, mlp_scale, mlp_shift)
+        normed = self._normed(2, stream, mlp_scale, mlp_shift)
         return add(stream, self.ffn(normed), mlp_gate)
 
     def _normed(
         self: Part,
-        norm: Part,
+        index: int,
         x: Tensor,
         scale: Tensor | None = None,
         shift: Tensor | None = None,
-    ) -> Tensor:
-        if self.norms and isinstance(norm, nn.LayerNorm):
-            return layer_norm_fp32(x, norm.weight, norm.bias, scale, shift, norm.eps)
+    ) -> Tensor | QuantisedRows:
+        norm = (self.norm1, self.norm2, self.norm3)[index]
+        if isinstance(norm, nn.LayerNorm):
+            args = (x, norm.weight, norm.bias, scale, shift, norm.eps)
+            if self.quantises:
+                readers = readers_of(self)[index]
+                if read_codes(readers):
+                    return QuantisedRows(*layer_norm_fp8(*args, readers[0].floor), x.dtype)
+            if self.norms:
+                return layer_norm_fp32(*args)
         normed: Tensor = norm(x.float())
         if scale is not None and shift is not None:
             normed = normed * (1 + scale) + shift
         return normed.type_as(x)
+
+
+def readers_of(block: Part) -> tuple[tuple[Part, ...], ...]:
+    """Return the Linears that read the result of each of a block's norms."""
+    first, second = block.attn1, block.attn2
+    return (first.to_q, first.to_k, first.to_v), (second.to_q,), (block.ffn.net[0].proj,)
 
 
 class Attention(Rewrite):
@@ -75,15 +94,17 @@ class Attention(Rewrite):
     Args:
         rotates: norm and rotation of queries and keys in one op, where there are rotary tables.
         norms: each norm in one op, where there are none.
+        quantises: rows quantised by the op when compiled too, before an fp8 output projection.
     """
 
     rotates = False
     norms = False
+    quantises = False
 
     def __call__(
         self: Part,
         attn: Part,
-        hidden_states: Tensor,
+        hidden_states: Tensor | QuantisedRows,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         rotary_emb: Rotary | None = None,
@@ -108,7 +129,10 @@ class Attention(Rewrite):
             parallel_config=self._parallel_config if encoder_hidden_states is None else None,
         )
         out = out.flatten(2, 3).type_as(query)
-        projected: Tensor = attn.to_out[1](attn.to_out[0](out))
+        last = attn.to_out[0]
+        if self.quantises and is_fp8(last):
+            out = QuantisedRows(*row_quantise_fp8(out, last.floor), out.dtype)
+        projected: Tensor = attn.to_out[1](last(out))
         return projected
 
     def _prepare(

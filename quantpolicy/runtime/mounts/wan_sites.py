@@ -11,6 +11,7 @@ from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanTransformerBlock
 from torch import nn
 
+from quantpolicy.runtime.mounts.feed_forward import is_fp8, read_codes
 from quantpolicy.runtime.mounts.site import (
     Part,
     Site,
@@ -19,7 +20,7 @@ from quantpolicy.runtime.mounts.site import (
     why_not_bypassed,
     why_not_plain,
 )
-from quantpolicy.runtime.mounts.wan import Attention, Block
+from quantpolicy.runtime.mounts.wan import Attention, Block, readers_of
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[str, Part]]:
@@ -54,6 +55,22 @@ def _why_not_layer_norm(norm: Part) -> str:
     return why_not_bypassed(norm)
 
 
+def _quantises_site(name: str, block: Part) -> tuple[Site, str]:
+    """Return the block, if the readers of one norm at least are fp8 Linears."""
+    site, reason = Site(name, block, Block, "quantises"), _norms_site(name, block)[1]
+    for part in (block.attn1, block.attn2, block.ffn, block.ffn.net[0]):
+        reason = reason or why_not_bypassed(part)
+    for attn in (block.attn1, block.attn2):
+        if not reason and former_class(attn.processor) is not WanAttnProcessor:
+            reason = f"an attention processor is a {type(attn.processor).__name__}"
+    readers = readers_of(block)
+    for linear in (linear for linears in readers for linear in linears):
+        reason = reason or why_not_bypassed(linear)
+    if not reason and not any(read_codes(linears) for linears in readers):
+        reason = "no norm is read by fp8 Linears in fused execution alone"
+    return site, reason
+
+
 def _rotates_site(name: str, block: Part) -> tuple[Site, str]:
     attn = block.attn1
     reason = _why_not_attention(attn)
@@ -68,6 +85,21 @@ def _cross_norms_site(name: str, block: Part) -> tuple[Site, str]:
     if not reason and attn.add_k_proj is not None:
         reason = "it attends to an image apart"
     return Site(f"{name}.attn2", attn.processor, Attention, "norms"), reason
+
+
+def find_row_quantise_fp8(model: nn.Module) -> Sites:
+    """Return the attention processors before an fp8 output projection."""
+    found: list[Site] = []
+    rejected: list[tuple[str, str]] = []
+    for name, block in _blocks(model):
+        for part in ("attn1", "attn2"):
+            attn = getattr(block, part)
+            if attn.add_k_proj is not None or not is_fp8(attn.to_out[0]):
+                continue
+            if reason := _why_not_attention(attn) or why_not_bypassed(attn.to_out[0]):
+                rejected.append((f"{name}.{part}", reason))
+            found.append(Site(f"{name}.{part}", attn.processor, Attention, "quantises"))
+    return Sites(tuple(found), tuple(rejected))
 
 
 def _why_not_attention(attn: Part) -> str:
@@ -87,6 +119,8 @@ def _why_not_attention(attn: Part) -> str:
 FINDERS: dict[str, Callable[[nn.Module], Sites]] = {
     "gated_residual": lambda model: _find(model, _gates_site),
     "layer_norm_fp32": lambda model: _find(model, _norms_site),
+    "layer_norm_fp8": lambda model: _find(model, _quantises_site),
     "qk_norm_rope_across_heads": lambda model: _find(model, _rotates_site),
     "rms_norm": lambda model: _find(model, _cross_norms_site),
+    "row_quantise_fp8": find_row_quantise_fp8,
 }

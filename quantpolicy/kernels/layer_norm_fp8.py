@@ -1,0 +1,107 @@
+"""``layer_norm_fp32`` and the row quantisation behind it in one pass: the rows are never written.
+
+    codes, row_scale = row_quantise_fp8(layer_norm_fp32(x, weight, bias, scale, shift, eps), floor)
+
+For rows that only fp8 Linears read. Contract: high, as the norm's; the quantisation of what it
+gives is exact.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quantpolicy.kernels.contract import define_fusion
+from quantpolicy.kernels.layer_norm_fp32 import (
+    layer_norm_fp32_reference,
+    norm_rows,
+    why_not_layer_norm,
+)
+from quantpolicy.kernels.row_quantise_fp8 import rounded_floor, row_quantise_fp8_reference
+from quantpolicy.kernels.rows import row_scales_like
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_NAME = "layer_norm_fp8"
+_FAST_DIVISION_FLOOR = 1e-30
+
+
+def layer_norm_fp8_reference(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    floor: float,
+) -> tuple[Tensor, Tensor]:
+    """Norm and quantise in plain torch: codes [B, S, D] and scales [B, S, 1]."""
+    rows = layer_norm_fp32_reference(x, weight, bias, scale, shift, eps)
+    return row_quantise_fp8_reference(rows, floor)
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    floor: float,
+) -> tuple[Tensor, Tensor]:
+    del weight, bias, scale, shift, eps, floor
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), row_scales_like(x)
+
+
+def _why_not(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    floor: float,
+) -> str:
+    del floor
+    if torch.cuda.get_device_capability(x.device) < (8, 9):
+        return "the GPU has no e4m3 conversion"
+    return why_not_layer_norm(x, weight, bias, scale, shift, eps)
+
+
+def launch_layer_norm_fp8(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    floor: float,
+) -> tuple[Tensor, Tensor]:
+    """Run the Triton kernel of ``layer_norm_fp32`` with codes and scales as its result."""
+    codes, row_scale = _fake(x, weight, bias, scale, shift, eps, floor)
+    norm_rows(
+        x,
+        weight,
+        bias,
+        scale,
+        shift,
+        eps,
+        codes,
+        row_scale,
+        rounded_floor(floor, x.dtype),
+        floor < _FAST_DIVISION_FLOOR,
+    )
+    return codes, row_scale
+
+
+layer_norm_fp8: Callable[..., tuple[Tensor, Tensor]] = define_fusion(  # type: ignore[assignment]
+    f"{_NAME}(Tensor x, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, float eps,"
+    " float floor) -> (Tensor, Tensor)",
+    kernel=launch_layer_norm_fp8,
+    reference=layer_norm_fp8_reference,
+    why_not=_why_not,
+    fake=_fake,
+)
