@@ -9,12 +9,13 @@ Bandwidth counts each input read once and each output written once, against a co
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from bench.kernel_case import Case, noise
+from bench.kernels_wan import TOKENS as WAN
+from bench.kernels_wan import bench_gelu_fp8_linear, wan_cases
 from bench.timing import (
     copies_for,
     copy_ceiling_tb_s,
@@ -49,23 +50,8 @@ TILES = (1, 28)
 TILE_TOKENS = 1285
 
 
-class Case(NamedTuple):
-    """One op at one shape: what makes its arguments, and how many bytes it must move."""
-
-    name: str
-    tokens: int
-    fused: Callable[..., object]
-    eager: Callable[..., object]
-    make: Callable[[], tuple[object, ...]]
-    moved_bytes: int
-
-
-def _noise(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=dtype)
-
-
 def _heads(tokens: int) -> list[Tensor]:
-    return [_noise(1, tokens, HEADS, SIZE) for _ in range(3)]
+    return [noise(1, tokens, HEADS, SIZE) for _ in range(3)]
 
 
 def _tables(tokens: int) -> tuple[Tensor, Tensor]:
@@ -78,7 +64,7 @@ def hunyuan_cases(tokens: int) -> list[Case]:
     text = 256
     row = COLUMNS * 2
     packed = 6 * (tokens + text) * row + tokens * SIZE * 8
-    weights = [_noise(SIZE) for _ in range(4)]
+    weights = [noise(SIZE) for _ in range(4)]
 
     def pack() -> tuple[object, ...]:
         return (*_heads(tokens), *_heads(text), *_tables(tokens))
@@ -87,7 +73,7 @@ def hunyuan_cases(tokens: int) -> list[Case]:
         return (*_heads(tokens), *_heads(text), *weights, *_tables(tokens), 1e-6)
 
     def modulation() -> tuple[Tensor, ...]:
-        return _noise(1, 6 * COLUMNS).chunk(6, dim=1)
+        return noise(1, 6 * COLUMNS).chunk(6, dim=1)
 
     return [
         Case("rope_qkv_pack", tokens, rope_qkv_pack, rope_qkv_pack_reference, pack, packed),
@@ -112,7 +98,7 @@ def hunyuan_cases(tokens: int) -> list[Case]:
             tokens,
             layer_norm_modulate,
             layer_norm_modulate_reference,
-            lambda: (_noise(1, tokens, COLUMNS), *modulation()[:2], 1e-6),
+            lambda: (noise(1, tokens, COLUMNS), *modulation()[:2], 1e-6),
             2 * tokens * row,
         ),
         Case(
@@ -120,7 +106,7 @@ def hunyuan_cases(tokens: int) -> list[Case]:
             tokens,
             gated_residual,
             gated_residual_reference,
-            lambda: (_noise(1, tokens, COLUMNS), _noise(1, tokens, COLUMNS), modulation()[2]),
+            lambda: (noise(1, tokens, COLUMNS), noise(1, tokens, COLUMNS), modulation()[2]),
             3 * tokens * row,
         ),
     ]
@@ -130,16 +116,16 @@ def decoder_cases(tiles: int) -> list[Case]:
     """The ops of the MiniMax-H3 decoder, fp16 with an fp32 stream, at a number of tiles."""
     tokens, half = tiles * TILE_TOKENS, torch.float16
     row = DECODER_COLUMNS * 2
-    weight, scale = (_noise(DECODER_COLUMNS, dtype=torch.float32) for _ in range(2))
+    weight, scale = (noise(DECODER_COLUMNS, dtype=torch.float32) for _ in range(2))
 
     def stream() -> Tensor:
-        return _noise(tiles, TILE_TOKENS, DECODER_COLUMNS, dtype=torch.float32)
+        return noise(tiles, TILE_TOKENS, DECODER_COLUMNS, dtype=torch.float32)
 
     def update() -> Tensor:
-        return _noise(tiles, TILE_TOKENS, DECODER_COLUMNS, dtype=half)
+        return noise(tiles, TILE_TOKENS, DECODER_COLUMNS, dtype=half)
 
     def rotary() -> tuple[object, ...]:
-        fused = _noise(tiles, TILE_TOKENS, 3 * DECODER_COLUMNS, dtype=half)
+        fused = noise(tiles, TILE_TOKENS, 3 * DECODER_COLUMNS, dtype=half)
         q, k, _ = (part.unflatten(2, (32, 64)) for part in fused.chunk(3, dim=-1))
         angles = torch.rand(tiles, TILE_TOKENS, 1, 24, device="cuda").tile(2) * 6
         return q, k, angles.cos(), angles.sin(), 1e-5
@@ -182,7 +168,7 @@ def decoder_cases(tiles: int) -> list[Case]:
             tokens,
             swiglu,
             swiglu_reference,
-            lambda: (_noise(tiles, TILE_TOKENS, 8 * DECODER_COLUMNS, dtype=half),),
+            lambda: (noise(tiles, TILE_TOKENS, 8 * DECODER_COLUMNS, dtype=half),),
             12 * tokens * row,
         ),
     ]
@@ -213,8 +199,8 @@ def bench_case(case: Case, ceiling: float) -> dict[str, object]:
 
 def bench_linear_gelu(tokens: int) -> dict[str, object]:
     """The GEMM with its epilogue against two launches."""
-    x, weight = _noise(tokens, COLUMNS), _noise(4 * COLUMNS, COLUMNS) / 55
-    args = (x, weight, _noise(4 * COLUMNS))
+    x, weight = noise(tokens, COLUMNS), noise(4 * COLUMNS, COLUMNS) / 55
+    args = (x, weight, noise(4 * COLUMNS))
     return {
         "op": "linear_gelu",
         "tokens": tokens,
@@ -226,11 +212,13 @@ def bench_linear_gelu(tokens: int) -> dict[str, object]:
 
 
 def _tensors(result: object) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else list(result)  # type: ignore[call-overload]
+    """Return the tensors of a result, e4m3 codes as numbers."""
+    found = [result] if isinstance(result, Tensor) else list(result)  # type: ignore[call-overload]
+    return [x.half() if x.dtype is torch.float8_e4m3fn else x for x in found]
 
 
 def _short(row: dict[str, object]) -> str:
-    cells = [f"{row['op']:20} {row['tokens']:>7}"]
+    cells = [f"{row['op']:26} {row['tokens']:>7}"]
     cells += [
         f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"
         for name, value in row.items()
@@ -247,7 +235,9 @@ def main() -> None:
     torch.manual_seed(0)
     ceiling = copy_ceiling_tb_s()
     rows = [bench_linear_gelu(tokens) for tokens in (256, 27_030, 27_286)]
+    rows += [bench_gelu_fp8_linear(tokens) for tokens in WAN]
     cases = [case for tokens in HUNYUAN for case in hunyuan_cases(tokens)]
+    cases += [case for tokens in WAN for case in wan_cases(tokens)]
     cases += [case for tiles in TILES for case in decoder_cases(tiles)]
     for case in cases:
         rows.append(bench_case(case, ceiling))
