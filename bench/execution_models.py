@@ -4,7 +4,7 @@ Only the repeated blocks are compiled, as diffusers does it, each variant with e
 compiler: ``first_s`` of a compiled row is the first call, compilation included. ``graph_ms`` is a
 CUDA graph of one whole forward, captured in steady state. ``peak_gib`` is the peak of a variant
 alone. A variant ``joined`` has the rule table's groups of projections joined, ``kernels`` the
-fusions mounted that ``Case`` names.
+fusions mounted that ``Shape`` names.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import copy
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from functools import partial
 
 import torch
-from diffusers import HunyuanVideoTransformer3DModel, WanTransformer3DModel
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 
+from bench.execution_shapes import SHAPES, Inputs, Shape
 from bench.quantised import quantise_matching
 from bench.timing import gpu_ms, relative_error
 from quantpolicy import load_rules
 from quantpolicy.fusions import fusion_places
+from quantpolicy.inventory.live import model_class
 from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.runtime.joined import join_linears
 from quantpolicy.runtime.mount import mount
@@ -43,113 +44,32 @@ VARIANTS = (
 # torchao's compilation takes minutes here; its compiled step is measured at the few tokens, where
 # the cost of its tensors shows.
 SLOW_COMPILES = {("torchao_fp8", 27280), ("torchao_int8", 1120), ("torchao_int8", 27280)}
-Inputs = dict[str, Tensor | bool]
 
 
-class Case(NamedTuple):
-    """One model of the benchmark.
-
-    Args:
-        family: in the rule table, whose groups of projections are joined.
-        inputs: arguments of the forward, by tokens.
-        matches: which Linears are quantised, by name.
-        kernels: the fusions of the variant ``kernels``.
-    """
-
-    family: str
-    model: nn.Module
-    inputs: dict[int, Inputs]
-    matches: Callable[[str], bool]
-    kernels: tuple[str, ...]
-
-
-def bench_wan(variants: Sequence[str]) -> Iterator[dict[str, object]]:
-    """Wan 2.2 TI2V 5B at 512x320x25 (1,120 tokens) and 1280x704x121 (27,280 tokens)."""
-    model = _build(
-        WanTransformer3DModel,
-        num_attention_heads=24,
-        attention_head_dim=128,
-        in_channels=48,
-        out_channels=48,
-        ffn_dim=14336,
-        num_layers=30,
-    )
-    inputs = {1120: _wan_inputs(7, 20, 32), 27280: _wan_inputs(31, 44, 80)}
-    return _bench_case(
-        Case(
-            "wan2.2-ti2v-5b",
-            model,
-            inputs,
-            lambda name: name.startswith("blocks."),
-            ("gelu_fp8_linear",),
-        ),
-        variants,
-    )
-
-
-def bench_hunyuan(variants: Sequence[str]) -> Iterator[dict[str, object]]:
-    """HunyuanVideo, 4 dual and 8 single blocks, at 848x480x65 (27,030 + 256 tokens)."""
-    model = _build(HunyuanVideoTransformer3DModel, num_layers=4, num_single_layers=8)
-    mask = torch.zeros(1, 256, device="cuda", dtype=torch.bool)
-    mask[:, :40] = True
-    inputs: dict[int, Inputs] = {
-        27286: {
-            "hidden_states": _noise(1, 16, 17, 60, 106),
-            "timestep": torch.tensor([500.0], device="cuda"),
-            "encoder_hidden_states": _noise(1, 256, 4096),
-            "encoder_attention_mask": mask,
-            "pooled_projections": _noise(1, 768),
-            "guidance": torch.tensor([6000.0], device="cuda"),
-            "return_dict": False,
-        }
-    }
-    return _bench_case(
-        Case(
-            "hunyuanvideo",
-            model,
-            inputs,
-            lambda name: "transformer_blocks." in name and ".norm" not in name,
-            ("gelu_fp8_linear",),
-        ),
-        variants,
-    )
-
-
-def _build(kind: type[nn.Module], **config: int) -> nn.Module:
+def _build(shape: Shape) -> nn.Module:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("cuda"):
-            model = kind(**config)
+            model: nn.Module = model_class(shape.class_name)(**shape.config)
     finally:
         torch.set_default_dtype(default)
     return model.eval().requires_grad_(False)
 
 
-def _noise(*shape: int) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
-
-
-def _wan_inputs(frames: int, height: int, width: int) -> Inputs:
-    return {
-        "hidden_states": _noise(1, 48, frames, height, width),
-        "timestep": torch.tensor([500.0], device="cuda"),
-        "encoder_hidden_states": _noise(1, 512, 4096),
-        "return_dict": False,
-    }
-
-
-def _bench_case(case: Case, variants: Sequence[str]) -> Iterator[dict[str, object]]:
-    outputs = {tokens: case.model(**call)[0].clone() for tokens, call in case.inputs.items()}
+def bench_model(shape: Shape, variants: Sequence[str]) -> Iterator[dict[str, object]]:
+    """Yield a row for each variant of a model, mode and number of tokens."""
+    dense, inputs = _build(shape), shape.inputs("cuda")
+    outputs = {tokens: dense(**call)[0].clone() for tokens, call in inputs.items()}
     for variant in variants:
         held = torch.cuda.memory_allocated() if variant != "dense" else 0
-        model = _variant(case, variant)
+        model = _variant(dense, shape, variant)
         for mode in ("eager", "compile"):
             with fresh_cache():
                 if mode == "compile":
                     torch._dynamo.reset()
                     model.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
-                for tokens, call in case.inputs.items():
+                for tokens, call in inputs.items():
                     if mode == "compile" and (variant, tokens) in SLOW_COMPILES:
                         continue
                     seconds = _first_call_s(model, call)
@@ -165,21 +85,21 @@ def _bench_case(case: Case, variants: Sequence[str]) -> Iterator[dict[str, objec
         torch.cuda.empty_cache()
 
 
-def _variant(case: Case, variant: str) -> nn.Module:
+def _variant(dense: nn.Module, shape: Shape, variant: str) -> nn.Module:
     if variant == "dense":
-        return case.model
+        return dense
     execution, scheme, *more = variant.split("_")
-    model = copy.deepcopy(case.model)
-    names = quantise_matching(model, Scheme(scheme), FLOOR, case.matches)
+    model = copy.deepcopy(dense)
+    names = quantise_matching(model, Scheme(scheme), FLOOR, shape.matches)
     if execution == "fused":
         for name in names:
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear)
             FusedLinear.adopt(linear, name=name)
     if "joined" in more:
-        _join(model, case.family, names)
+        _join(model, shape.family, names)
     if "kernels" in more:
-        report = mount(model, case.kernels)
+        report = mount(model, shape.kernels)
         assert not report.declined, report.declined
     return model
 
@@ -246,4 +166,4 @@ def start_compiler() -> None:
     torch.compile(torch.nn.functional.gelu)(torch.ones(64, device="cuda"))
 
 
-MODELS = {"wan": bench_wan, "hunyuan": bench_hunyuan}
+MODELS = {name: partial(bench_model, shape) for name, shape in SHAPES.items()}

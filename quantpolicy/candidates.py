@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from quantpolicy.cost import WeightBytes, component_bytes, predict_ms
+from quantpolicy.cost import WeightBytes, component_bytes
 from quantpolicy.host import Backend, Host
 from quantpolicy.layers import (
     GroupedLinears,
@@ -17,7 +17,7 @@ from quantpolicy.layers import (
     judge,
     rules_in_force,
 )
-from quantpolicy.plan import Workload
+from quantpolicy.plan import TimeItem, Workload
 from quantpolicy.request import Request
 from quantpolicy.rule_schema import Effect, FamilySpec, Rule, SchemePolicy
 from quantpolicy.rules import RuleTable
@@ -29,8 +29,11 @@ from quantpolicy.schemes import (
     Execution,
     Scheme,
     SchemeChoice,
+    Tier,
 )
+from quantpolicy.step_time import Forward, Setting, predict_step, total_ms
 from quantpolicy.target import Target, TargetComponent
+from quantpolicy.workload import RowScale
 
 # The float8 type that fused ops know.
 FUSED_FP8_DTYPE = "float8_e4m3fn"
@@ -45,7 +48,9 @@ class Case:
 
     Args:
         family: None for the generic family.
+        scale: how rows follow the workload.
         grouped: the Linears of each component.
+        tier: of the plan, never auto.
     """
 
     target: Target
@@ -54,7 +59,9 @@ class Case:
     rules: RuleTable
     family: FamilySpec | None
     workload: Workload | None
+    scale: RowScale
     grouped: dict[str, GroupedLinears]
+    tier: Tier
 
     def requested(self, name: str) -> SchemeChoice:
         """Return what the request says of a component."""
@@ -110,7 +117,7 @@ class Assessment:
 
     Args:
         verdicts: of each group of Linears.
-        predicted_ms: of the Linears of one forward, None when there is no basis for it.
+        predicted: time of one step, itemised; empty when there is no basis for it.
         waived: rules that would bind the scheme and do not, each with the reason.
     """
 
@@ -118,9 +125,14 @@ class Assessment:
     scheme: Scheme
     verdicts: tuple[Verdict, ...]
     weights: WeightBytes
-    predicted_ms: float | None
+    predicted: tuple[TimeItem, ...]
     waived: tuple[str, ...] = ()
     refusal: Refusal | None = None
+
+    @property
+    def predicted_ms(self) -> float | None:
+        """Time of one step, None when there is no basis for it."""
+        return total_ms(self.predicted)
 
 
 def assess(case: Case, name: str, scheme: Scheme) -> Assessment:
@@ -139,13 +151,15 @@ def assess(case: Case, name: str, scheme: Scheme) -> Assessment:
             waived = _waived(case, name, scheme, policy)
             refusal = _refuse(case, name, scheme, policy, verdicts)
     component = case.target.components[name]
-    predicted = predict_ms(grouped.groups, verdicts, scheme, case.host, case.request.execution)
+    work = component.inventory.forward if component.inventory is not None else None
+    forward = Forward(grouped.groups, work, case.scale)
+    setting = Setting.of(case.host, case.request.execution, case.tier)
     return Assessment(
         component=name,
         scheme=scheme,
         verdicts=verdicts,
         weights=component_bytes(component, grouped, verdicts, scheme),
-        predicted_ms=predicted if refusal is None else None,
+        predicted=predict_step(forward, verdicts, scheme, setting) if refusal is None else (),
         waived=waived,
         refusal=refusal,
     )

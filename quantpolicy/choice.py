@@ -84,7 +84,7 @@ def _choose_requested(case: Case, contenders: list[Contender], asked: Scheme) ->
     if dense is not None and chosen.predicted_ms is not None and chosen.predicted_ms > dense:
         notes.append(
             f"{chosen.names}: {asked} was asked for; expect slower than dense "
-            f"({chosen.predicted_ms:.1f} ms against {dense:.1f} ms predicted for the Linears)"
+            f"({chosen.predicted_ms:.1f} ms a step predicted against {dense:.1f} ms)"
         )
     return write_outcomes(contenders, chosen, Reason(Cause.REQUESTED, ""), rejected, tuple(notes))
 
@@ -146,10 +146,7 @@ def _demotions(case: Case, contenders: list[Contender], sound: list[Contender]) 
         if fallback is not None:
             demoted[entry.scheme] = fallback
         elif dense is not None and entry.predicted_ms is not None and entry.predicted_ms >= dense:
-            detail = (
-                f"predicted {entry.predicted_ms:.1f} ms for the Linears against {dense:.1f} ms "
-                "dense"
-            )
+            detail = f"predicted {entry.predicted_ms:.1f} ms a step against {dense:.1f} ms dense"
             demoted[entry.scheme] = Reason(Cause.SLOWER, detail)
     return demoted
 

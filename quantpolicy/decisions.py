@@ -177,6 +177,7 @@ def _decision(part: Assessment, reason: Reason, *, accepted: bool) -> Decision:
         rule=reason.rule,
         detail=reason.detail,
         predicted_ms=part.predicted_ms,
+        predicted=part.predicted,
     )
 
 
@@ -184,7 +185,7 @@ def _numbers(part: Assessment, dense: Assessment, memory: MemoryPlan) -> str:
     weights = f"{format_bytes(part.weights.total)} of weights"
     time = ""
     if part.predicted_ms is not None:
-        time = f"predicted {part.predicted_ms:.1f} ms for the Linears"
+        time = f"predicted {part.predicted_ms:.1f} ms a step"
     if part.scheme is not Scheme.DENSE:
         weights += f" instead of {format_bytes(dense.weights.total)}"
         if time and dense.predicted_ms is not None:

@@ -19,6 +19,7 @@ def explain_plan(plan: QuantPlan) -> str:
         _headline(plan),
         _section("Components", _components(plan)),
         _section("Decisions", _decisions(plan.decisions)),
+        _section("Predicted ms of a step", _times(plan.decisions)),
         _section("Kernels", _kernels(plan)),
         _section("Kept dense", _kept(plan)),
         _section("Memory", _memory(plan)),
@@ -118,6 +119,19 @@ def _kernels(plan: QuantPlan) -> list[str]:
         for decision in plan.kernel_decisions
     ]
     return align(rows, indent=INDENT) if rows else []
+
+
+def _times(decisions: Iterable[Decision]) -> list[str]:
+    """Return a row for each candidate with a prediction: its items, and their sum."""
+    rows: list[list[str]] = []
+    for decision in decisions:
+        if decision.predicted_ms is None:
+            continue
+        if not rows:
+            rows.append(["", "", *(item.what for item in decision.predicted), "total"])
+        times = [*(item.ms for item in decision.predicted), decision.predicted_ms]
+        rows.append([decision.component, decision.candidate, *(f"{time:,.3f}" for time in times)])
+    return align(rows, right=frozenset(range(2, 7)), indent=INDENT) if rows else []
 
 
 def _kept(plan: QuantPlan) -> Iterator[str]:

@@ -77,16 +77,23 @@ class Rates(Record):
     Args:
         gemm_tflops: effective TFLOP/s of a large Linear per scheme, ``dense`` being bf16.
         fused_gemm_tflops: the same under fused execution, for the schemes where it differs.
+        attention_tflops: effective TFLOP/s of bf16 attention at many rows, softmax not counted.
+        masked_attention_tflops: the same with a mask given.
         copy_gb_per_s: device-to-device copy, bytes read plus bytes written, GB/s (10^9).
-        launch_us: host-side cost of one kernel launch in eager mode, microseconds.
+        launch_us: host-side cost of one eager op, with the Python around it, microseconds.
         source: where the numbers come from.
+        measured_tokens: fewest and most image tokens of the measured steps that the rates
+            reproduce; None when no step was measured.
     """
 
     gemm_tflops: dict[Scheme, Speed]
+    attention_tflops: Speed
+    masked_attention_tflops: Speed
     copy_gb_per_s: Speed
     launch_us: float = Field(ge=0)
     source: str
     fused_gemm_tflops: dict[Scheme, Speed] = Field(default_factory=dict)
+    measured_tokens: tuple[int, int] | None = None
 
     def tflops(self, scheme: Scheme, execution: Execution) -> float | None:
         """Return the rate of a scheme's GEMM under an execution, None when not known."""

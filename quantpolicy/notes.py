@@ -37,8 +37,7 @@ def write_notes(
     for name, component in components.items():
         if component.scheme is not Scheme.DENSE:
             notes += _scheme_notes(case, name, component)
-    if case.host.rates is None:
-        notes.append(f"no rates are known for {case.host.name}: no time is predicted")
+    notes += _time_notes(case, outcomes)
     if (case.request.memory_bytes or 0) > case.host.memory_bytes:
         notes.append(
             f"the memory asked for is more than {case.host.name} has: its "
@@ -52,6 +51,24 @@ def write_notes(
     idle = [rule_id for rule_id in case.request.lift if rule_id not in lifted]
     notes += [f"lifting {rule_id} changed nothing here" for rule_id in idle]
     return tuple(notes)
+
+
+def _time_notes(case: Case, outcomes: Mapping[str, Outcome]) -> list[str]:
+    """Return a note when no time is predicted, or no measured step speaks for what is."""
+    rates = case.host.rates
+    if rates is None:
+        return [f"no rates are known for {case.host.name}: no time is predicted"]
+    if not any(outcome.assessment.predicted for outcome in outcomes.values()):
+        return []
+    if rates.measured_tokens is None:
+        return [f"predicted times: no step is measured on {case.host.name}, its rates are derived"]
+    low, high = rates.measured_tokens
+    if case.workload is None or low <= case.workload.image_tokens <= high:
+        return []
+    return [
+        f"predicted times: the measured steps have {low} to {high} image tokens; this workload has "
+        f"{case.workload.image_tokens}"
+    ]
 
 
 def _scheme_notes(case: Case, name: str, component: ComponentPlan) -> list[str]:

@@ -126,6 +126,13 @@ class ComponentPlan(Record):
         )
 
 
+class TimeItem(Record):
+    """One part of the predicted time of a step."""
+
+    what: str
+    ms: float
+
+
 class Decision(Record):
     """One candidate, accepted or rejected.
 
@@ -133,7 +140,9 @@ class Decision(Record):
         candidate: the scheme considered.
         rule: id of the rule behind it, "" when a host or model fact was.
         detail: one sentence for a person, with the numbers.
-        predicted_ms: predicted time of one forward, None when there is no basis for a prediction.
+        predicted_ms: predicted time of one step, that is one forward, and the sum of ``predicted``;
+            None when there is no basis for a prediction.
+        predicted: of what the step consists; empty when there is no basis for a prediction.
     """
 
     component: str
@@ -143,6 +152,7 @@ class Decision(Record):
     rule: str
     detail: str
     predicted_ms: float | None = None
+    predicted: tuple[TimeItem, ...] = ()
 
 
 class PlannedKernel(Record):

@@ -71,7 +71,7 @@ def resolve_target(target: Target, host: Host, request: Request, rules: RuleTabl
     for rule_id in request.lift:
         rules.rule(rule_id)
     tier, compiled = _plan_tier(host, request)
-    case = _open_case(target, host, request, rules)
+    case = _open_case(target, host, request, rules, tier)
     _check_components(case)
     outcomes, memory = _choose_all(case)
     components = {name: _component_plan(case, name, outcomes[name]) for name in target.components}
@@ -101,7 +101,7 @@ def resolve_target(target: Target, host: Host, request: Request, rules: RuleTabl
     )
 
 
-def _open_case(target: Target, host: Host, request: Request, rules: RuleTable) -> Case:
+def _open_case(target: Target, host: Host, request: Request, rules: RuleTable, tier: Tier) -> Case:
     family = rules.families.get(target.family)
     has_denoiser = any(
         component.kind is ComponentKind.DENOISER for component in target.components.values()
@@ -119,7 +119,7 @@ def _open_case(target: Target, host: Host, request: Request, rules: RuleTable) -
         )
         for name, component in target.components.items()
     }
-    return Case(target, host, request, rules, family, workload, grouped)
+    return Case(target, host, request, rules, family, workload, scale, grouped, tier)
 
 
 def _choose_all(case: Case) -> tuple[dict[str, Outcome], MemoryPlan]:
@@ -227,7 +227,7 @@ def _effective_lifts(case: Case, components: dict[str, ComponentPlan]) -> tuple[
 def _is_idle(case: Case, components: dict[str, ComponentPlan], rule_id: str) -> bool:
     lift = tuple(other for other in case.request.lift if other != rule_id)
     request = case.request.model_copy(update={"lift": lift})
-    other = _open_case(case.target, case.host, request, case.rules)
+    other = _open_case(case.target, case.host, request, case.rules, case.tier)
     try:
         outcomes, _ = _choose_all(other)
     except DeniedError:

@@ -32,6 +32,18 @@ class RowScale:
             return rows
         return rows + self.difference
 
+    def of_sample(self, rows: int) -> int:
+        """Return the rows of one sample at the workload, where ``rows`` were taken."""
+        if not self.difference or rows < self.declared_rows // self.batch:
+            return rows
+        return rows + self.difference // self.batch
+
+    def stretch(self, size: int) -> float:
+        """Return a size at the workload that follows the rows of the image stream."""
+        if not self.difference:
+            return size
+        return size * (self.declared_rows + self.difference) / self.declared_rows
+
     def fewest(self, rows: int | None) -> int | None:
         """Return the fewest rows that a forward of the workload can have where ``rows`` are taken.
 

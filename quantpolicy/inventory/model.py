@@ -1,7 +1,8 @@
-"""The inventory record: the Linears of a component, and the bytes of the rest. Torch-free."""
+"""The inventory record: the Linears of a component, what else it does and holds. Torch-free."""
 
 from __future__ import annotations
 
+from quantpolicy.inventory.forward import Extent, ForwardWork, extents
 from quantpolicy.match import block_pattern
 from quantpolicy.record import Record
 from quantpolicy.schemes import DTYPE_BYTES
@@ -48,24 +49,32 @@ class Inventory(Record):
         linears: in the order of the model, adapters left out.
         other_bytes: bytes of every parameter and buffer that is not a Linear's weight.
         source: ``shipped``, ``headers``, ``config`` or ``live``.
+        forward: the rest of one forward at the declared inputs; None when not known.
     """
 
     class_name: str
     linears: tuple[LinearFacts, ...]
     other_bytes: int
     source: str
+    forward: ForwardWork | None = None
 
     @property
     def dense_bytes(self) -> int:
         """Bytes of the whole component when nothing is quantised."""
         return sum(linear.dense_bytes for linear in self.linears) + self.other_bytes
 
+    @property
+    def extents(self) -> dict[str, Extent]:
+        """Blocks by pattern, as ``ForwardWork.fitted`` compares them."""
+        return extents((fact.name, fact.in_features + fact.out_features) for fact in self.linears)
+
     def with_rows_of(self, *references: Inventory) -> Inventory:
         """Return this inventory with the rows and zero rows of others, matched by name.
 
         The first reference that knows a Linear counts. A name that it lacks takes the values of its
         block pattern: the fewest rows, and zero rows when any Linear of the pattern has them.
-        Linears without a match stay as they are.
+        Linears without a match stay as they are. The rest of the forward is that of the first
+        reference that knows one, fitted to the blocks here.
         """
         inventory = self
         for reference in reversed(references):
@@ -85,4 +94,7 @@ class Inventory(Record):
             found = exact.get(fact.name) or patterns.get(block_pattern(fact.name))
             rows, zero_rows = found or (fact.rows, fact.zero_rows)
             linears.append(fact.model_copy(update={"rows": rows, "zero_rows": zero_rows}))
-        return self.model_copy(update={"linears": tuple(linears)})
+        forward = self.forward
+        if reference.forward is not None:
+            forward = reference.forward.fitted(reference.extents, self.extents)
+        return self.model_copy(update={"linears": tuple(linears), "forward": forward})

@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from quantpolicy.errors import RequestError
+from quantpolicy.inventory.forward import AttentionCalls, ForwardWork, PointwiseWork
 from quantpolicy.inventory.model import Inventory
 
 INVENTORIES = Path(__file__).parent.parent / "data" / "inventories"
@@ -29,6 +30,10 @@ COLUMNS = (
     "rows",
     "zero_rows",
 )
+WORK_COLUMNS = {
+    "attention": tuple(AttentionCalls.model_fields),
+    "pointwise": tuple(PointwiseWork.model_fields),
+}
 
 Row = list[object]
 
@@ -73,7 +78,33 @@ def compress(inventory: Inventory) -> dict[str, object]:
         "other_bytes": inventory.other_bytes,
         "columns": list(COLUMNS),
         "groups": list(_groups(rows)),
+        **({"forward": _work_rows(inventory.forward)} if inventory.forward is not None else {}),
     }
+
+
+def _work_rows(forward: ForwardWork) -> dict[str, list[Row]]:
+    """Return each kind of work as its columns and then a row of values for each entry."""
+    return {
+        kind: [
+            list(columns),
+            *([getattr(entry, column) for column in columns] for entry in getattr(forward, kind)),
+        ]
+        for kind, columns in WORK_COLUMNS.items()
+    }
+
+
+def _expand_work(values: object) -> dict[str, object] | None:
+    if values is None:
+        return None
+    if not isinstance(values, dict) or values.keys() != WORK_COLUMNS.keys():
+        raise ValueError(f"forward is {values!r}")
+    work: dict[str, object] = {}
+    for kind, columns in WORK_COLUMNS.items():
+        head, *rows = values[kind]
+        if head != list(columns):
+            raise ValueError(f"{kind} with columns {head}")
+        work[kind] = [dict(zip(columns, row, strict=True)) for row in rows]
+    return work
 
 
 def expand(values: dict[str, object]) -> Inventory:
@@ -94,6 +125,7 @@ def expand(values: dict[str, object]) -> Inventory:
                 "linears": [fact for group in groups for fact in _expand_group(group)],
                 "other_bytes": values["other_bytes"],
                 "source": "shipped",
+                "forward": _expand_work(values.get("forward")),
             }
         )
     except ValidationError as error:
@@ -195,11 +227,17 @@ def _block_at_equals(rows: Sequence[Row], position: int, block: list[Row], ahead
 def dump_inventory(inventory: Inventory) -> str:
     """Return the text of an inventory's file, one Linear a line."""
     values = compress(inventory)
-    groups = values.pop("groups")
+    groups, forward = values.pop("groups"), values.pop("forward", None)
     assert isinstance(groups, list)
     head = json.dumps(values, indent=1).removesuffix("\n}")
     body = ",\n".join(_dump_group(group) for group in groups)
-    return f'{head},\n "groups": [\n{body}\n ]\n}}\n'
+    tail = f',\n "forward": {{\n{_dump_work(forward)}\n }}' if isinstance(forward, dict) else ""
+    return f'{head},\n "groups": [\n{body}\n ]{tail}\n}}\n'
+
+
+def _dump_work(forward: dict[str, list[Row]]) -> str:
+    lines = {kind: ",\n".join(f"   {json.dumps(row)}" for row in forward[kind]) for kind in forward}
+    return ",\n".join(f'  "{kind}": [\n{body}\n  ]' for kind, body in lines.items())
 
 
 def _dump_group(group: dict[str, object]) -> str:

@@ -1,24 +1,27 @@
-"""What a Linear sees: the rows of its input, and whether padding makes some of them zero.
+"""What a forward does: the rows that each Linear sees, which rows are zero, and all other work.
 
-Rows come from a forward on the meta device at the declared inputs: shapes only, no weights. Zero
-rows come from a tiny model with random weights whose inputs are padded.
+Rows and work come from a forward on the meta device at the declared inputs: shapes only, no
+weights. Zero rows come from a tiny model with random weights whose inputs are padded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from quantpolicy.errors import RequestError
+from quantpolicy.inventory.forward import ForwardWork
 from quantpolicy.inventory.live import build_on_meta
 from quantpolicy.inventory.model import Inventory
 from quantpolicy.match import block_pattern, first_matching_token
 from quantpolicy.measure.inputs import filled_inputs, meta_inputs
 from quantpolicy.measure.tiny import build_component, cast_parameters, denoiser_of
+from quantpolicy.measure.work import WorkRecorder
 from quantpolicy.rule_schema import FamilySpec, TinySpec
 
 TINY_SEED = 0
@@ -57,10 +60,40 @@ def _is_mask(index: object) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype is torch.bool
 
 
-def probe_rows(spec: FamilySpec) -> dict[str, int]:
-    """Return the fewest rows that each Linear of the released denoiser sees in one forward.
+class ProbedForward(NamedTuple):
+    """What one forward of a module shows: the fewest rows of each Linear called, and the rest."""
 
-    Linears that the forward does not call are left out.
+    rows: dict[str, int]
+    work: ForwardWork
+
+
+def probe_forward(
+    module: nn.Module, class_name: str, inputs: Mapping[str, object], image_tokens: int
+) -> ProbedForward:
+    """Run a module on the meta device and return what its forward does.
+
+    Args:
+        image_tokens: rows of the image stream of one sample at these inputs; 0 when not known.
+
+    Raises:
+        RequestError: the inputs do not fit the class.
+    """
+    rows: dict[str, int] = {}
+
+    def record(name: str, activation: torch.Tensor) -> None:
+        seen = activation.numel() // activation.shape[-1]
+        rows[name] = min(seen, rows.get(name, seen))
+
+    recorder = WorkRecorder(image_tokens)
+    with _watched(module, record), MaskAnswers(), recorder.watch(module), torch.no_grad():
+        _forward(module, class_name, inputs)
+    return ProbedForward(rows, recorder.work)
+
+
+def probe_released(spec: FamilySpec) -> ProbedForward:
+    """Return what a forward of the released denoiser does at the family's declared inputs.
+
+    Linears that the forward does not call are left out; a stream that can be empty counts as empty.
 
     Raises:
         RequestError: diffusers does not have the class, or the inputs do not fit it.
@@ -68,18 +101,13 @@ def probe_rows(spec: FamilySpec) -> dict[str, int]:
     part = denoiser_of(spec)
     module = build_on_meta(part.class_name, part.config)
     cast_parameters(module, part)
-    rows: dict[str, int] = {}
-
-    def record(name: str, activation: torch.Tensor) -> None:
-        seen = activation.numel() // activation.shape[-1]
-        rows[name] = min(seen, rows.get(name, seen))
-
-    with _watched(module, record), MaskAnswers(), torch.no_grad():
-        _forward(module, part.class_name, meta_inputs(spec.inputs))
-    for name, seen in rows.items():
+    tokens = spec.geometry.image_tokens if spec.geometry is not None else 0
+    found = probe_forward(module, part.class_name, meta_inputs(spec.inputs), tokens)
+    for name in found.rows:
         token = first_matching_token(name, tuple(spec.short_streams))
-        rows[name] = min(seen, spec.short_streams[token]) if token else seen
-    return rows
+        if token and spec.short_streams[token] == 0:
+            found.rows[name] = 0
+    return found
 
 
 def probe_zero_rows(spec: FamilySpec, tiny: TinySpec) -> frozenset[str]:
@@ -104,8 +132,8 @@ def probe_zero_rows(spec: FamilySpec, tiny: TinySpec) -> frozenset[str]:
 
 
 def probe_inventory(inventory: Inventory, spec: FamilySpec, tiny: TinySpec) -> Inventory:
-    """Return the inventory with the rows and zero rows of each Linear."""
-    rows, zero = probe_rows(spec), probe_zero_rows(spec, tiny)
+    """Return the inventory with the rows and zero rows of each Linear, and the forward's rest."""
+    (rows, work), zero = probe_released(spec), probe_zero_rows(spec, tiny)
     linears = tuple(
         linear.model_copy(
             update={
@@ -115,7 +143,7 @@ def probe_inventory(inventory: Inventory, spec: FamilySpec, tiny: TinySpec) -> I
         )
         for linear in inventory.linears
     )
-    return inventory.model_copy(update={"linears": linears})
+    return inventory.model_copy(update={"linears": linears, "forward": work})
 
 
 def _patterns(zero: Mapping[str, bool]) -> frozenset[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quantpolicy import Host, QuantPlan, Request
+from quantpolicy.inventory.forward import ForwardWork
 from quantpolicy.inventory.model import Inventory, LinearFacts
 from quantpolicy.resolver import resolve_target
 from quantpolicy.rules import RuleTable, build_table
@@ -92,7 +93,13 @@ BLOCKS = tuple(linear(f"blocks.{index}.to_q") for index in range(3))
 
 
 def component(*linears: LinearFacts, **facts: object) -> TargetComponent:
-    inventory = Inventory(class_name="Plain", linears=linears, other_bytes=100, source="live")
+    inventory = Inventory(
+        class_name="Plain",
+        linears=linears,
+        other_bytes=100,
+        source="live",
+        forward=ForwardWork(),
+    )
     values = {
         "kind": ComponentKind.DENOISER,
         "class_name": "Plain",

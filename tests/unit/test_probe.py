@@ -9,7 +9,7 @@ from quantpolicy.measure.inputs import filled_inputs, meta_inputs
 from quantpolicy.measure.probe import (
     denoiser_of,
     probe_inventory,
-    probe_rows,
+    probe_released,
     probe_zero_rows,
 )
 from quantpolicy.rule_schema import FamilySpec, InputSpec
@@ -80,7 +80,7 @@ def test_rows_of_the_meta_forward_equal_those_of_a_real_one(tiny):
             )
     with torch.no_grad():
         model(**inputs)
-    assert probe_rows(spec) == seen
+    assert probe_released(spec).rows == seen
     assert len(seen) > 20
 
 
@@ -92,13 +92,15 @@ def test_a_released_model_gives_what_ships():
     assert probed.linears == load_inventory("z-image").linears
 
 
-def test_a_side_stream_counts_with_its_fewest_rows():
+def test_a_side_stream_that_can_be_empty_counts_as_empty():
     spec = tiny_family("hunyuanvideo-1.5")
-    rows = probe_rows(spec)
+    rows = probe_released(spec).rows
     assert {rows["context_embedder_2.linear_1"], rows["image_embedder.linear_2"]} == {0}
-    full = probe_rows(spec.model_copy(update={"short_streams": {}}))
+    full = probe_released(spec.model_copy(update={"short_streams": {}})).rows
     assert (full["context_embedder_2.linear_1"], full["image_embedder.linear_2"]) == (12, 9)
     assert rows["context_embedder.proj_in"] == full["context_embedder.proj_in"] == 20
+    shortened = "transformer_blocks.0.attn.add_q_proj"
+    assert rows[shortened] == full[shortened] > spec.short_streams["add_q_proj"] == 1
 
 
 def test_a_pattern_stands_for_every_block_and_a_name_for_one():
@@ -120,7 +122,7 @@ def test_inputs_that_do_not_fit_are_refused():
     spec = tiny_family("flux.1")
     inputs = {**spec.inputs, "txt_ids": InputSpec(shape=(31, 3), dtype="float32", value=0)}
     with pytest.raises(RequestError, match="FluxTransformer2DModel inputs: the forward failed"):
-        probe_rows(spec.model_copy(update={"inputs": inputs}))
+        probe_released(spec.model_copy(update={"inputs": inputs}))
 
 
 def test_filled_inputs_follow_their_declaration():
