@@ -1,11 +1,13 @@
 """Hold the resolver's predicted step times against measured ones.
 
-    python -m bench.roofline bench/results/execution.json [--host h200] [--json OUT]
+    python -m bench.roofline [RESULTS.json ...] [--host h200] [--json OUT]
 
-Reads what ``bench.execution`` wrote, needs no GPU, and prints a line for each measured variant of
-each model, tokens and mode. Exits 1 when a prediction is off by more than a fifth, or when the
-variant that is predicted to be fastest was measured slower than another. Joined projections and
-mounted kernels are measured but not predicted: their rows are left out.
+Reads what ``bench.execution`` wrote (without a name: ``REFERENCE``, the files that the rates of the
+preset h200 and the tables of ``quantpolicy/step_time.py`` are fitted to), needs no GPU, and prints
+a line for each measured variant of each model, tokens and mode. Exits 1 when a prediction is off by
+more than a fifth, or when the variant that is predicted to be fastest was measured slower than
+another. Joined projections and mounted kernels are measured but not predicted: their rows are left
+out.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from quantpolicy.target import TargetComponent
 from quantpolicy.text import align
 from quantpolicy.workload import RowScale
 
+RESULTS = Path(__file__).parent / "results"
+REFERENCE = (RESULTS / "execution_wan.json", RESULTS / "execution_hunyuan_opaque.json")
 MOST_ERROR = 0.20
 # Times closer than this are equal: the same step measured twice differs as much.
 NOISE = 0.02
@@ -96,6 +100,15 @@ def compare(results: Mapping[str, object], host: Host) -> list[Comparison]:
                 Comparison(model, tokens, mode, variant, row["ms"], predicted, parts)
             )
     return comparisons
+
+
+def compare_files(paths: Iterable[Path], host: Host) -> list[Comparison]:
+    """Return the comparisons of several results files, see ``compare``."""
+    return [
+        comparison
+        for path in paths
+        for comparison in compare(json.loads(path.read_text(encoding="utf-8")), host)
+    ]
 
 
 def rankings(comparisons: Iterable[Comparison]) -> Iterator[Ranking]:
@@ -204,12 +217,11 @@ def _print(comparisons: Iterable[Comparison]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Print the comparison, and what is wrong with it; 1 when something is."""
     parser = argparse.ArgumentParser(prog="bench.roofline")
-    parser.add_argument("results", type=Path)
+    parser.add_argument("results", nargs="*", type=Path, default=REFERENCE)
     parser.add_argument("--host", default="h200", help="preset whose rates predict")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
-    results = json.loads(arguments.results.read_text(encoding="utf-8"))
-    comparisons = compare(results, Host.load(arguments.host))
+    comparisons = compare_files(arguments.results, Host.load(arguments.host))
     _print(comparisons)
     faults = [*inaccurate(comparisons), *misranked(comparisons)]
     print("\n".join(str(ranking) for ranking in rankings(comparisons)))

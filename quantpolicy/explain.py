@@ -19,7 +19,10 @@ def explain_plan(plan: QuantPlan) -> str:
         _headline(plan),
         _section("Components", _components(plan)),
         _section("Decisions", _decisions(plan.decisions)),
-        _section("Predicted ms of a step", _times(plan.decisions)),
+        _section(
+            "Predicted ms of a step, without mounted kernels and joined Linears",
+            _times(plan.decisions),
+        ),
         _section("Kernels", _kernels(plan)),
         _section("Kept dense", _kept(plan)),
         _section("Memory", _memory(plan)),

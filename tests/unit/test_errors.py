@@ -102,6 +102,7 @@ def test_a_denial_carries_its_trace() -> None:
             "rule": "x.deny.fp8",
             "detail": "denied",
             "predicted_ms": None,
+            "predicted": [],
         }
     ]
 

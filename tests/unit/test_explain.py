@@ -35,6 +35,12 @@ Decisions
   transformer  dense  rejected  requested        int8 was asked for
   vae          dense  accepted  dense_component  {plan.decisions[3].detail}
 
+Predicted ms of a step, without mounted kernels and joined Linears
+                      Linears  attention  pointwise  launches  total
+  transformer  fp8      0.352      0.000      0.000     0.211  0.563
+  transformer  int8     0.758      0.000      0.000     0.036  0.794
+  transformer  dense    0.547      0.000      0.000     0.016  0.563
+
 Kernels
   transformer  gated_residual  lossless  planned  {plan.kernel_decisions[0].detail}
   transformer  qk_rms_norm     high      planned  {plan.kernel_decisions[1].detail}
@@ -63,8 +69,8 @@ def test_detail_of_an_accepted_decision_carries_the_numbers() -> None:
     plan = plan_of(target())
     fp8, _, dense = plan.decisions
     assert fp8.detail == (
-        f"48.05 MiB of weights instead of 96.00 MiB; predicted {fp8.predicted_ms:.1f} ms for the "
-        f"Linears against {dense.predicted_ms:.1f} ms dense; the plan needs 1.17 GiB, within "
+        f"48.05 MiB of weights instead of 96.00 MiB; predicted {fp8.predicted_ms:.1f} ms a "
+        f"step against {dense.predicted_ms:.1f} ms dense; the plan needs 1.17 GiB, within "
         "139.00 GiB"
     )
 

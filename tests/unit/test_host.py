@@ -33,7 +33,9 @@ def test_every_preset_says_where_its_rates_come_from(name: str) -> None:
     host = Host.load(name)
     assert host.name == name
     assert host.rates is not None
-    assert host.rates.source.startswith(("measured:", "datasheet", "compute as", "assumed"))
+    assert host.rates.source.startswith(
+        ("measured:", "datasheet", "compute and launch as", "assumed")
+    )
     assert host.rates.gemm_tflops[Scheme.DENSE] > 0
 
 
@@ -58,6 +60,18 @@ def test_int8_is_slower_than_bf16_on_h200_and_faster_on_consumer_boards() -> Non
 
     assert ratio("h200") < 0.8
     assert all(ratio(name) > 2 for name in ("rtx3090", "rtx4090", "rtx5090"))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_attention_is_slower_than_a_linear_and_slower_with_a_mask(name: str) -> None:
+    rates = Host.load(name).rates
+    assert rates is not None
+    assert rates.masked_attention_tflops < rates.attention_tflops < rates.gemm_tflops[Scheme.DENSE]
+
+
+def test_steps_are_measured_on_h200_alone() -> None:
+    spans = {name: Host.load(name).rates.measured_tokens for name in PRESETS}
+    assert {name: span for name, span in spans.items() if span} == {"h200": (1120, 27280)}
 
 
 def test_fp8_type_per_preset() -> None:
@@ -142,6 +156,8 @@ def test_every_fault_of_a_host_file_is_told_with_its_line(tmp_path) -> None:
         "1: required key 'host_class' is missing",
         "1: required key 'memory_bytes' is missing",
         "1: required key 'fp8_dtype' is missing",
+        "7 rates: required key 'attention_tflops' is missing",
+        "7 rates: required key 'masked_attention_tflops' is missing",
         "7 rates: required key 'launch_us' is missing",
         "7 rates: required key 'source' is missing",
     ]

@@ -34,6 +34,7 @@ def test_json_has_the_stable_names() -> None:
     }  # fmt: skip
     assert set(values["decisions"][0]) == {
         "component", "candidate", "accepted", "because", "rule", "detail", "predicted_ms",
+        "predicted",
     }  # fmt: skip
     assert set(values["memory"]) == {"items", "total_bytes", "budget_bytes", "fits"}
 

@@ -1,0 +1,80 @@
+"""The predictions against the committed measurements; nothing is timed here.
+
+``bench.roofline.REFERENCE`` names the files. Whoever replaces them fits the tables of
+``quantpolicy/step_time.py`` and the preset h200 again until this passes.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench import roofline
+from quantpolicy import Host, Request, resolve
+from quantpolicy.schemes import Scheme
+
+
+@pytest.fixture(scope="module")
+def comparisons() -> list[roofline.Comparison]:
+    return roofline.compare_files(roofline.REFERENCE, Host.load("h200"))
+
+
+def test_the_reference_covers_both_models_modes_and_executions(comparisons) -> None:
+    assert {entry.model for entry in comparisons} == {"wan", "hunyuan"}
+    assert {entry.mode for entry in comparisons} == {"eager", "compile"}
+    assert {entry.tokens for entry in comparisons} == {1120, 27280, 27286}
+    assert {entry.variant for entry in comparisons} == {
+        "dense", "fused_fp8", "fused_int8", "torchao_fp8", "torchao_int8",
+    }  # fmt: skip
+
+
+def test_predictions_are_within_a_fifth_of_the_measured_steps(comparisons) -> None:
+    assert roofline.MOST_ERROR == 0.20
+    assert roofline.inaccurate(comparisons) == []
+
+
+def test_no_slower_candidate_is_ranked_first(comparisons) -> None:
+    assert roofline.misranked(comparisons) == []
+
+
+def test_the_released_depth_is_predicted_from_the_shipped_inventory() -> None:
+    # 60 blocks at fewer tokens than the inventory was taken at
+    path = roofline.RESULTS / "models_hunyuanvideo.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["variants"]
+    measured = next(row["ms"] for row in rows if row["variant"] == "stock")
+    request = Request(speed="eager", resolution="848x480", frames=65)
+    plan = resolve("hunyuanvideo", host=Host.load("h200"), request=request)
+    dense = next(d for d in plan.decisions if d.candidate is Scheme.DENSE)
+    assert dense.component == "transformer"
+    assert dense.predicted_ms == pytest.approx(measured, rel=roofline.MOST_ERROR)
+
+
+def entry(variant: str, measured_ms: float, predicted_ms: float) -> roofline.Comparison:
+    return roofline.Comparison("wan", 1120, "eager", variant, measured_ms, predicted_ms, {})
+
+
+def test_a_prediction_that_is_off_is_told() -> None:
+    found = roofline.inaccurate([entry("dense", 100, 119), entry("fused_fp8", 100, 121)])
+    assert found == ["wan, 1120 tokens, eager: fused_fp8 is predicted at 1.21 of its time"]
+
+
+def test_a_slower_candidate_first_is_told_for_all_and_for_its_execution() -> None:
+    entries = [entry("dense", 10, 10), entry("fused_fp8", 12, 9), entry("torchao_fp8", 20, 19)]
+    where = "wan, 1120 tokens, eager"
+    assert roofline.misranked(entries) == [
+        f"{where}: fused_fp8 is ranked first, and dense is faster",
+        f"{where}, fused: fused_fp8 is ranked first, and dense is faster",
+    ]
+    assert roofline.misranked([entry("dense", 10, 10), entry("fused_fp8", 10.1, 9)]) == []
+
+
+def test_the_command_prints_all_and_fails_where_a_prediction_does(tmp_path, capsys) -> None:
+    row = {"variant": "dense", "tokens": 27286, "mode": "eager", "ms": 1e6}
+    path, out = tmp_path / "results.json", tmp_path / "out.json"
+    path.write_text(json.dumps({"hunyuan": [row, {**row, "variant": "fused_fp8_joined"}]}))
+    assert roofline.main([str(path), "--json", str(out)]) == 1
+    assert "dense is predicted at 0.00 of its time" in capsys.readouterr().out
+    written = json.loads(out.read_text())
+    assert [found["variant"] for found in written["comparisons"]] == ["dense"]
+    assert len(written["faults"]) == 1
