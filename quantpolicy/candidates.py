@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from quantpolicy.cost import WeightBytes, component_bytes
-from quantpolicy.host import Backend, Host
+from quantpolicy.host import GPU_BACKENDS, Backend, Host
 from quantpolicy.layers import (
     GroupedLinears,
     Terms,
@@ -17,6 +17,7 @@ from quantpolicy.layers import (
     judge,
     rules_in_force,
 )
+from quantpolicy.ops import OPS, OpFacts
 from quantpolicy.plan import TimeItem, Workload
 from quantpolicy.request import Request
 from quantpolicy.rule_schema import Effect, FamilySpec, Rule, SchemePolicy
@@ -26,7 +27,9 @@ from quantpolicy.schemes import (
     Cause,
     ComponentKind,
     Confidence,
+    Contract,
     Execution,
+    Quality,
     Scheme,
     SchemeChoice,
     Tier,
@@ -153,7 +156,8 @@ def assess(case: Case, name: str, scheme: Scheme) -> Assessment:
     component = case.target.components[name]
     work = component.inventory.forward if component.inventory is not None else None
     forward = Forward(grouped.groups, work, case.scale)
-    setting = Setting.of(case.host, case.request.execution, case.tier)
+    unmasked = _drops_mask(case, name, scheme)
+    setting = Setting.of(case.host, case.request.execution, case.tier, unmasked=unmasked)
     return Assessment(
         component=name,
         scheme=scheme,
@@ -202,6 +206,34 @@ def execution_refusal(scheme: Scheme, execution: Execution, host: Host) -> str:
     if scheme is Scheme.FP8 and host.fp8_dtype != FUSED_FP8_DTYPE:
         return f"fused execution multiplies {FUSED_FP8_DTYPE}, and {host.name} {host.fp8_dtype}"
     return ""
+
+
+def op_refusal(case: Case, name: str, scheme: Scheme, facts: OpFacts) -> str:
+    """Return why a fused op is not planned for a component of a scheme, "" when it is."""
+    host = case.host
+    if case.tier is Tier.OFF:
+        return "speed off runs the stock model"
+    if host.backend not in GPU_BACKENDS:
+        return f"it runs on GPUs, and {host.name} is none"
+    if facts.min_sm and host.sm < facts.min_sm:
+        return f"its kernel needs CUDA sm{facts.min_sm}, and {host.name} is {host.arch}"
+    if facts.scheme not in (None, scheme):
+        return f"it is for {facts.scheme}, and {name} is {scheme}"
+    if facts.execution not in (None, case.request.execution):
+        return f"it is for execution {facts.execution}, not {case.request.execution}"
+    if facts.contract is Contract.HIGH and case.request.quality is not Quality.HIGH:
+        return "it is numerically relaxed; --quality high mounts it"
+    return ""
+
+
+def _drops_mask(case: Case, name: str, scheme: Scheme) -> bool:
+    """Tell whether an op is planned that lets the component attend without a mask."""
+    kind = case.target.components[name].kind
+    return any(
+        OPS[kernel.op].drops_mask and not op_refusal(case, name, scheme, OPS[kernel.op])
+        for kernel in (case.family.kernels if case.family is not None else ())
+        if kernel.component is kind
+    )
 
 
 def _judge_all(case: Case, name: str, scheme: Scheme, policy: SchemePolicy) -> tuple[Verdict, ...]:

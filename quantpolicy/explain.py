@@ -20,7 +20,7 @@ def explain_plan(plan: QuantPlan) -> str:
         _section("Components", _components(plan)),
         _section("Decisions", _decisions(plan.decisions)),
         _section(
-            "Predicted ms of a step, without mounted kernels and joined Linears",
+            "Predicted ms of a step, without what fusions save",
             _times(plan.decisions),
         ),
         _section("Kernels", _kernels(plan)),

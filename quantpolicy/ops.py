@@ -27,6 +27,7 @@ class OpFacts(NamedTuple):
         execution: execution of the component that it is for, None for any.
         part_of: ops that it stands for where all of them are mounted; such an op is not listed in
             the rule table.
+        drops_mask: whether attention goes without its mask where the op is mounted.
     """
 
     contract: Contract
@@ -34,10 +35,11 @@ class OpFacts(NamedTuple):
     scheme: Scheme | None = None
     execution: Execution | None = None
     part_of: tuple[str, ...] = ()
+    drops_mask: bool = False
 
 
 OPS = {
-    "attention_trim": OpFacts(Contract.EQUIVALENT),
+    "attention_trim": OpFacts(Contract.EQUIVALENT, drops_mask=True),
     "rope_qkv_pack": OpFacts(Contract.LOSSLESS, TRITON_SM),
     "gated_residual": OpFacts(Contract.LOSSLESS, TRITON_SM),
     "qk_rms_norm": OpFacts(Contract.HIGH, TRITON_SM),

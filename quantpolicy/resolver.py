@@ -77,7 +77,7 @@ def resolve_target(target: Target, host: Host, request: Request, rules: RuleTabl
     components = {name: _component_plan(case, name, outcomes[name]) for name in target.components}
     lifted = _effective_lifts(case, components)
     fusions, fusion_notes = plan_fusions(case, components, tier)
-    kernels, kernel_decisions = plan_kernels(case, components, tier)
+    kernels, kernel_decisions = plan_kernels(case, components)
     return QuantPlan(
         family=target.family,
         tier=tier,

@@ -2,7 +2,8 @@
 
 Device time is the sum of Linears, attention and pointwise work, each bound by its arithmetic or
 its bytes. The host's launches run ahead of the device, and what they do not hide is an item of its
-own. Mounted kernels and joined projections are not counted: every candidate could have them.
+own. What mounted kernels and joined projections save is not counted, but for a mask that attention
+does without: every candidate could have them.
 
 The tables below are facts of torch 2.11, torchao 0.18 and the fused ops, not of a machine: they
 are fitted to the steps that ``bench/roofline.py`` compares with the predictions.
@@ -71,16 +72,21 @@ OVERHEADS = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What runs a forward, whatever its scheme."""
+    """What runs a forward, whatever its scheme.
+
+    Args:
+        unmasked: whether a mounted op lets attention do without a mask.
+    """
 
     host: Host
     execution: Execution
     compiled: bool
+    unmasked: bool = False
 
     @classmethod
-    def of(cls, host: Host, execution: Execution, tier: Tier) -> Setting:
+    def of(cls, host: Host, execution: Execution, tier: Tier, *, unmasked: bool = False) -> Setting:
         """Return the setting of a resolved tier."""
-        return cls(host, execution, tier in (Tier.COMPILE, Tier.MAX))
+        return cls(host, execution, tier in (Tier.COMPILE, Tier.MAX), unmasked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,10 @@ def predict_step(
         linears += group.count * _linear_seconds(group, padding, own, tflops, rates, overhead)
         launches += group.count * overhead.launches
     scale, kept = forward.scale, POINTWISE_LAUNCHES[setting.compiled]
-    attention = sum(_attention_seconds(calls, scale, rates) for calls in work.attention)
+    attention = sum(
+        _attention_seconds(calls, calls.masked and not setting.unmasked, scale, rates)
+        for calls in work.attention
+    )
     launches += sum(calls.calls for calls in work.attention)
     launches += kept * sum(part.launches for part in work.pointwise)
     traffic = sum(scale.stretch(part.image_bytes) + part.other_bytes for part in work.pointwise)
@@ -169,11 +178,11 @@ def _linear_seconds(
     return max(arithmetic, traffic) + quantise
 
 
-def _attention_seconds(calls: AttentionCalls, scale: RowScale, rates: Rates) -> float:
+def _attention_seconds(calls: AttentionCalls, masked: bool, scale: RowScale, rates: Rates) -> float:
     """Return the device time of calls alike: of two products of queries and keys, or of bytes."""
     queries, keys = scale.of_sample(calls.query_rows), scale.of_sample(calls.key_rows)
     values = calls.calls * calls.heads * calls.head_size
-    tflops = rates.masked_attention_tflops if calls.masked else rates.attention_tflops
+    tflops = rates.masked_attention_tflops if masked else rates.attention_tflops
     arithmetic = 4.0 * values * queries * keys / (tflops * 1e12)
     traffic = 2 * values * (queries + keys) * ACTIVATION_BYTES / (rates.copy_gb_per_s * 1e9)
     return max(arithmetic, traffic)

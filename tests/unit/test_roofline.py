@@ -11,7 +11,9 @@ import json
 import pytest
 
 from bench import roofline
-from quantpolicy import Host, Request, resolve
+from quantpolicy import Host, Request, load_rules, resolve
+from quantpolicy.rule_schema import KernelSpec
+from quantpolicy.rules import RuleTable
 from quantpolicy.schemes import Scheme
 
 
@@ -38,16 +40,29 @@ def test_no_slower_candidate_is_ranked_first(comparisons) -> None:
     assert roofline.misranked(comparisons) == []
 
 
-def test_the_released_depth_is_predicted_from_the_shipped_inventory() -> None:
-    # 60 blocks at fewer tokens than the inventory was taken at
+@pytest.mark.parametrize(("variant", "ops"), [("stock", ()), ("trim", ("attention_trim",))])
+def test_the_released_depth_is_predicted_from_the_shipped_inventory(variant, ops) -> None:
+    # 60 blocks, at fewer tokens than the inventory was taken at
     path = roofline.RESULTS / "models_hunyuanvideo.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["variants"]
-    measured = next(row["ms"] for row in rows if row["variant"] == "stock")
-    request = Request(speed="eager", resolution="848x480", frames=65)
-    plan = resolve("hunyuanvideo", host=Host.load("h200"), request=request)
-    dense = next(d for d in plan.decisions if d.candidate is Scheme.DENSE)
-    assert dense.component == "transformer"
+    measured = next(row["ms"] for row in rows if row["variant"] == variant)
+    request = Request(
+        speed="eager", resolution="848x480", frames=65, transformer="dense", text_encoder="dense"
+    )
+    plan = resolve("hunyuanvideo", host=Host.load("h200"), request=request, rules=listing(ops))
+    assert {kernel.op for kernel in plan.kernels} == set(ops)
+    dense = next(d for d in plan.decisions if d.accepted and d.component == "transformer")
+    assert dense.candidate is Scheme.DENSE
     assert dense.predicted_ms == pytest.approx(measured, rel=roofline.MOST_ERROR)
+
+
+def listing(ops: tuple[str, ...]) -> RuleTable:
+    """The shipped table as if HunyuanVideo listed these ops and no others."""
+    rules = load_rules()
+    kernels = tuple(KernelSpec(op=op) for op in ops)
+    family = rules.families["hunyuanvideo"].model_copy(update={"kernels": kernels})
+    families = {**rules.families, "hunyuanvideo": family}
+    return RuleTable(rules.file.model_copy(update={"families": families}), {}, rules.sources)
 
 
 def entry(variant: str, measured_ms: float, predicted_ms: float) -> roofline.Comparison:

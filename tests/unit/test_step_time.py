@@ -44,12 +44,13 @@ def items_of(
     work: ForwardWork | None = ForwardWork(),  # noqa: B008
     scale: RowScale = RowScale(),  # noqa: B008
     compiled: bool = True,
+    unmasked: bool = False,
 ) -> dict[str, float]:
     items = predict_step(
         Forward(groups, work, scale),
         verdicts or [TAKEN] * len(groups),
         scheme,
-        Setting(host, execution, compiled),
+        Setting(host, execution, compiled, unmasked),
     )
     return {item.what: item.ms for item in items}
 
@@ -147,6 +148,12 @@ def test_attention_follows_queries_times_keys_and_a_mask_slows_it() -> None:
     # 500 text tokens stay as many; a joint stream of both has 1,000 more
     assert ms(attention(1000, 500), double) == 40
     assert ms(attention(1500, 1500), double) == 250
+
+
+def test_attention_that_does_without_its_mask_is_as_fast_as_without_one() -> None:
+    host, masked = host_with(dense=1), attention(1000, 1000, masked=True)
+    items = items_of([group(1)], Scheme.DENSE, host, work=masked, unmasked=True)
+    assert items["attention"] == 40
 
 
 def test_attention_of_few_rows_is_bound_by_its_bytes() -> None:
