@@ -29,20 +29,19 @@ EPS, FLOOR = 1e-6, 1e-12
 
 
 def wan_cases(tokens: int) -> list[Case]:
-    """The ops of Wan's blocks, bf16 with fp32 modulation, at a number of tokens."""
+    """The ops of Wan's blocks, bf16 with an fp32 table of modulation, at a number of tokens."""
     row = tokens * COLUMNS * 2
     weight, bias = (noise(COLUMNS, dtype=torch.float32) for _ in range(2))
-    half_weight = noise(COLUMNS)
+    half_weight, table = noise(COLUMNS), noise(6, COLUMNS, dtype=torch.float32).unbind(0)
 
     def rows() -> Tensor:
         return noise(1, tokens, COLUMNS)
 
-    def by_sample() -> tuple[Tensor, ...]:
-        return noise(1, 6, COLUMNS, dtype=torch.float32).chunk(6, dim=1)
+    def by_sample() -> list[tuple[Tensor, Tensor]]:
+        return list(zip(noise(1, 6, COLUMNS).unbind(1), table, strict=True))
 
-    def by_token() -> list[Tensor]:
-        parts = noise(1, tokens, 6, COLUMNS, dtype=torch.float32).chunk(6, dim=2)
-        return [part.squeeze(2) for part in parts]
+    def by_token() -> list[tuple[Tensor, Tensor]]:
+        return list(zip(noise(1, tokens, 6, COLUMNS).unbind(2), table, strict=True))
 
     def rotary() -> tuple[object, ...]:
         angles = torch.rand(1, tokens, 1, SIZE // 2, device="cuda").repeat_interleave(2, -1) * 50
@@ -71,44 +70,44 @@ def wan_cases(tokens: int) -> list[Case]:
             "layer_norm_fp32",
             tokens,
             *norm,
-            lambda: (rows(), None, None, *by_sample()[:2], EPS),
+            lambda: (rows(), None, None, *by_sample()[1], *by_sample()[0], EPS),
             2 * row,
         ),
         Case(
             "layer_norm_fp32 affine",
             tokens,
             *norm,
-            lambda: (rows(), weight, bias, None, None, EPS),
+            lambda: (rows(), weight, bias, None, None, None, None, EPS),
             2 * row,
         ),
         Case(
             "layer_norm_fp32 token",
             tokens,
             *norm,
-            lambda: (rows(), None, None, *by_token()[:2], EPS),
-            6 * row,
+            lambda: (rows(), None, None, *(part for pair in by_token()[:2] for part in pair), EPS),
+            4 * row,
         ),
         Case(
             "layer_norm_fp8",
             tokens,
             layer_norm_fp8,
             layer_norm_fp8_reference,
-            lambda: (rows(), None, None, *by_sample()[:2], EPS, FLOOR),
+            lambda: (rows(), None, None, *by_sample()[1], *by_sample()[0], EPS, FLOOR),
             row + row // 2,
         ),
         Case(
             "gated_residual keep",
             tokens,
             *add,
-            lambda: (rows(), rows(), by_sample()[2], True),
+            lambda: (rows(), rows(), by_sample()[2][0], True, table[2]),
             3 * row,
         ),
         Case(
             "gated_residual token",
             tokens,
             *add,
-            lambda: (rows(), rows(), by_token()[2], True),
-            5 * row,
+            lambda: (rows(), rows(), by_token()[2][0], True, table[2]),
+            4 * row,
         ),
     ]
 

@@ -1,6 +1,9 @@
 """Add an update, scaled channel by channel, to the residual stream in one pass.
 
-    out[b, s, :] = residual[b, s, :] + round(update[b, s, :] * gate[b, :])
+    out[b, s, :] = residual[b, s, :] + round(update[b, s, :] * (table + gate[b, s, :]))
+
+The gate may be one for all, one a sample or one a token. With a table [D], which is added to it in
+fp32, it is fp32.
 
 Contract: lossless. The product is rounded to the dtype that torch promotes update and gate to, the
 sum to the promoted dtype of both, as the eager multiply and add round them; or to the residual's,
@@ -18,10 +21,13 @@ from quantpolicy.kernels.contract import define_fusion
 from quantpolicy.kernels.keyed_launch import keyed_launch
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.token_rows import (
+    FLOATS,
+    full_vector,
     row_warps,
     split_columns,
     vector_strides,
     why_not_rows,
+    why_not_table,
     why_not_vector,
 )
 
@@ -29,43 +35,59 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _NAME = "gated_residual"
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def gated_residual_reference(
-    residual: Tensor, update: Tensor, gate: Tensor, keep_dtype: bool = False
+    residual: Tensor,
+    update: Tensor,
+    gate: Tensor,
+    keep_dtype: bool = False,
+    table: Tensor | None = None,
 ) -> Tensor:
     """Multiply and add in plain torch; the gate is [D], [B, D], [B, 1, D] or [B, S, D]."""
+    if table is not None:
+        gate = full_vector(gate, table)
     total = residual + update * (gate.unsqueeze(1) if gate.dim() == 2 else gate)
     return (total.to(residual.dtype) if keep_dtype else total).contiguous()
 
 
-def _product_dtype(update: Tensor, gate: Tensor) -> torch.dtype:
-    return torch.promote_types(update.dtype, gate.dtype)
+def _product_dtype(update: Tensor, gate: Tensor, table: Tensor | None) -> torch.dtype:
+    return torch.promote_types(update.dtype, gate.dtype if table is None else torch.float32)
 
 
-def _fake(residual: Tensor, update: Tensor, gate: Tensor, keep_dtype: bool = False) -> Tensor:
+def _fake(
+    residual: Tensor,
+    update: Tensor,
+    gate: Tensor,
+    keep_dtype: bool = False,
+    table: Tensor | None = None,
+) -> Tensor:
     dtype = residual.dtype
     if not keep_dtype:
-        dtype = torch.promote_types(dtype, _product_dtype(update, gate))
+        dtype = torch.promote_types(dtype, _product_dtype(update, gate, table))
     return residual.new_empty(residual.shape, dtype=dtype)
 
 
 def why_not_gated_residual(
-    residual: Tensor, update: Tensor, gate: Tensor, keep_dtype: bool = False
+    residual: Tensor,
+    update: Tensor,
+    gate: Tensor,
+    keep_dtype: bool = False,
+    table: Tensor | None = None,
 ) -> str:
     """Return why the kernel cannot take these tensors, "" when it can."""
     del keep_dtype
-    if any(x.dtype not in _DTYPES for x in (residual, update, gate)):
+    if any(x.dtype not in FLOATS for x in (residual, update, gate)):
         return "a dtype is not bfloat16, float16 or float32"
-    return why_not_rows(residual, update) or why_not_vector(residual, gate)
+    reason = why_not_rows(residual, update) or why_not_vector(residual, gate)
+    return reason or why_not_table(residual, table)
 
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from quantpolicy.kernels.token_rows import load_fp32, rounded, store_row
+    from quantpolicy.kernels.token_rows import load_fp32, load_vector, rounded, store_row
 
     TL_DTYPES = {
         torch.bfloat16: tl.bfloat16,
@@ -75,11 +97,20 @@ if HAS_TRITON:
 
     @triton.jit
     def _part(
-        residual, update, gate, out, cols, PRODUCT: tl.constexpr, D: tl.constexpr, M: tl.constexpr
+        residual,
+        update,
+        gate,
+        table,
+        out,
+        cols,
+        PRODUCT: tl.constexpr,
+        D: tl.constexpr,
+        M: tl.constexpr,
+        TABLE: tl.constexpr,
     ):
         r = load_fp32(residual, cols, D, M)
         u = load_fp32(update, cols, D, M)
-        g = load_fp32(gate, cols, D, M)
+        g = load_vector(gate, table, cols, D, M, TABLE)
         store_row(out, cols, r + rounded(u * g, PRODUCT), D, M)
 
     @triton.jit(do_not_specialize=["tokens"])
@@ -87,6 +118,7 @@ if HAS_TRITON:
         residual_ptr,
         update_ptr,
         gate_ptr,
+        table_ptr,
         out_ptr,
         tokens,
         residual_b,
@@ -99,6 +131,7 @@ if HAS_TRITON:
         BLOCK_A: tl.constexpr,
         BLOCK_B: tl.constexpr,
         PRODUCT: tl.constexpr,
+        TABLE: tl.constexpr,
     ):
         token = tl.program_id(0).to(tl.int64)
         batch = tl.program_id(1).to(tl.int64)
@@ -106,17 +139,23 @@ if HAS_TRITON:
         update = update_ptr + batch * update_b + token * update_s
         gate = gate_ptr + batch * gate_b + token * gate_s
         out = out_ptr + (batch * tokens + token) * D
-        _part(residual, update, gate, out, tl.arange(0, BLOCK_A), PRODUCT, D, False)
+        cols = tl.arange(0, BLOCK_A)
+        _part(residual, update, gate, table_ptr, out, cols, PRODUCT, D, False, TABLE)
         if BLOCK_B > 0:
             cols = BLOCK_A + tl.arange(0, BLOCK_B)
-            _part(residual, update, gate, out, cols, PRODUCT, D, D < BLOCK_A + BLOCK_B)
+            masked: tl.constexpr = D < BLOCK_A + BLOCK_B
+            _part(residual, update, gate, table_ptr, out, cols, PRODUCT, D, masked, TABLE)
 
 
 def launch_gated_residual(
-    residual: Tensor, update: Tensor, gate: Tensor, keep_dtype: bool = False
+    residual: Tensor,
+    update: Tensor,
+    gate: Tensor,
+    keep_dtype: bool = False,
+    table: Tensor | None = None,
 ) -> Tensor:
     """Run the Triton kernel: one program a token and batch row."""
-    out = _fake(residual, update, gate, keep_dtype)
+    out = _fake(residual, update, gate, keep_dtype, table)
     if out.numel() == 0:
         return out
     batch, tokens, columns = residual.shape
@@ -128,6 +167,7 @@ def launch_gated_residual(
             residual,
             update,
             gate,
+            gate if table is None else table,
             out,
             tokens,
             residual.stride(0),
@@ -138,9 +178,10 @@ def launch_gated_residual(
             columns,
             first,
             rest,
-            TL_DTYPES[_product_dtype(update, gate)],
+            TL_DTYPES[_product_dtype(update, gate, table)],
+            table is not None,
         ),
-        free=(4,),
+        free=(5,),
         num_warps=row_warps(columns),
         enable_fp_fusion=False,
     )
@@ -148,7 +189,8 @@ def launch_gated_residual(
 
 
 gated_residual: Callable[..., Tensor] = define_fusion(  # type: ignore[assignment]
-    f"{_NAME}(Tensor residual, Tensor update, Tensor gate, bool keep_dtype=False) -> Tensor",
+    f"{_NAME}(Tensor residual, Tensor update, Tensor gate, bool keep_dtype=False,"
+    " Tensor? table=None) -> Tensor",
     kernel=launch_gated_residual,
     reference=gated_residual_reference,
     why_not=why_not_gated_residual,

@@ -2,15 +2,15 @@
 
     out[b, s, :] = round((norm(x[b, s, :]) * weight + bias) * (1 + scale) + shift)
 
-Weight and bias are [D]; scale and shift are fp32, one a sample or one a token. The result is
-rounded once, to the dtype of x. Contract: high; only the order of fp32 operations differs.
+Weight and bias are [D]; scale and shift are taken as fp32, one a sample or one a token, and a table
+[D] may be added to each in fp32. The result is rounded once, to the dtype of x. Contract: high;
+only the order of fp32 operations differs.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -19,10 +19,13 @@ from quantpolicy.kernels.keyed_launch import keyed_launch
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.rotary import HALF_DTYPES
 from quantpolicy.kernels.token_rows import (
+    FLOATS,
+    full_vector,
     row_warps,
     split_columns,
     vector_strides,
     why_not_rows,
+    why_not_table,
     why_not_vector,
 )
 
@@ -37,27 +40,22 @@ def layer_norm_fp32_reference(
     weight: Tensor | None,
     bias: Tensor | None,
     scale: Tensor | None,
+    scale_table: Tensor | None,
     shift: Tensor | None,
+    shift_table: Tensor | None,
     eps: float,
 ) -> Tensor:
     """Norm, scale and shift in fp32 and cast, in plain torch."""
     weight, bias = (None if vector is None else vector.float() for vector in (weight, bias))
     normed = F.layer_norm(x.float(), x.shape[-1:], weight, bias, eps)
     if scale is not None and shift is not None:
-        scale, shift = (v.unsqueeze(1) if v.dim() == 2 else v for v in (scale, shift))
-        normed = normed * (1 + scale) + shift
+        shift = full_vector(shift, shift_table)
+        normed = normed * (1 + full_vector(scale, scale_table)) + shift
     return normed.to(x.dtype).contiguous()
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-) -> Tensor:
-    del weight, bias, scale, shift, eps
+def _fake(x: Tensor, *others: object) -> Tensor:
+    del others
     return x.new_empty(x.shape)
 
 
@@ -66,7 +64,9 @@ def why_not_layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     scale: Tensor | None,
+    scale_table: Tensor | None,
     shift: Tensor | None,
+    shift_table: Tensor | None,
     eps: float,
 ) -> str:
     """Return why the kernel cannot norm these rows, "" when it can."""
@@ -81,9 +81,11 @@ def why_not_layer_norm(
     if any(v.shape != x.shape[-1:] or not v.is_contiguous() for v in affine):
         return "weight and bias are not contiguous [D]"
     modulation = [vector for vector in (scale, shift) if vector is not None]
-    if any(vector.dtype is not torch.float32 for vector in modulation):
-        return "scale and shift are not float32"
-    return why_not_vector(x, *modulation)
+    if any(vector.dtype not in FLOATS for vector in (*affine, *modulation)):
+        return "a vector is not bfloat16, float16 or float32"
+    if (scale_table is None) != (shift_table is None):
+        return "a table for the scale comes without one for the shift"
+    return why_not_vector(x, *modulation) or why_not_table(x, scale_table, shift_table)
 
 
 if HAS_TRITON:
@@ -91,7 +93,7 @@ if HAS_TRITON:
     import triton.language as tl
 
     from quantpolicy.kernels.row_math import fp8_codes, fp8_scale, larger, row_amax
-    from quantpolicy.kernels.token_rows import load_fp32, rounded, store_row
+    from quantpolicy.kernels.token_rows import load_fp32, load_vector, rounded, store_row
 
     @triton.jit
     def _transformed(
@@ -100,16 +102,20 @@ if HAS_TRITON:
         bias,
         scale,
         shift,
+        scale_table,
+        shift_table,
         cols,
         D: tl.constexpr,
         M: tl.constexpr,
         AFFINE: tl.constexpr,
         MODULATED: tl.constexpr,
+        TABLES: tl.constexpr,
     ):
         if AFFINE:
             normed = normed * load_fp32(weight, cols, D, M) + load_fp32(bias, cols, D, M)
         if MODULATED:
-            normed = normed * (1.0 + load_fp32(scale, cols, D, M)) + load_fp32(shift, cols, D, M)
+            factor = 1.0 + load_vector(scale, scale_table, cols, D, M, TABLES)
+            normed = normed * factor + load_vector(shift, shift_table, cols, D, M, TABLES)
         return normed
 
     @triton.jit(do_not_specialize=["tokens"])
@@ -119,6 +125,8 @@ if HAS_TRITON:
         bias_ptr,
         scale_ptr,
         shift_ptr,
+        scale_table_ptr,
+        shift_table_ptr,
         out_ptr,
         row_scale_ptr,
         tokens,
@@ -135,6 +143,7 @@ if HAS_TRITON:
         BLOCK_B: tl.constexpr,
         AFFINE: tl.constexpr,
         MODULATED: tl.constexpr,
+        TABLES: tl.constexpr,
         QUANTISED: tl.constexpr,
         EXACT_DIVISION: tl.constexpr,
     ):
@@ -162,11 +171,35 @@ if HAS_TRITON:
             squares += tl.sum(b * b, axis=1)
         rstd = tl.rsqrt(squares[:, None] / D + eps)
         a = _transformed(
-            a * rstd, weight_ptr, bias_ptr, scale, shift, cols_a, D, False, AFFINE, MODULATED
+            a * rstd,
+            weight_ptr,
+            bias_ptr,
+            scale,
+            shift,
+            scale_table_ptr,
+            shift_table_ptr,
+            cols_a,
+            D,
+            False,
+            AFFINE,
+            MODULATED,
+            TABLES,
         )
         if BLOCK_B > 0:
             b = _transformed(
-                b * rstd, weight_ptr, bias_ptr, scale, shift, cols_b, D, masked, AFFINE, MODULATED
+                b * rstd,
+                weight_ptr,
+                bias_ptr,
+                scale,
+                shift,
+                scale_table_ptr,
+                shift_table_ptr,
+                cols_b,
+                D,
+                masked,
+                AFFINE,
+                MODULATED,
+                TABLES,
             )
         if QUANTISED:
             a = rounded(a, dtype)
@@ -187,13 +220,16 @@ if HAS_TRITON:
 
 
 def norm_rows(
+    out: Tensor,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     scale: Tensor | None,
+    scale_table: Tensor | None,
     shift: Tensor | None,
+    shift_table: Tensor | None,
     eps: float,
-    out: Tensor,
+    *,
     row_scale: Tensor | None = None,
     floor: float = 0.0,
     exact_division: bool = False,
@@ -216,6 +252,8 @@ def norm_rows(
             x if bias is None else bias,
             x if scale is None else scale,
             x if shift is None else shift,
+            x if scale_table is None else scale_table,
+            x if shift_table is None else shift_table,
             out,
             x if row_scale is None else row_scale,
             tokens,
@@ -229,32 +267,26 @@ def norm_rows(
             *split_columns(columns),
             weight is not None,
             scale is not None,
+            scale_table is not None,
             row_scale is not None,
             exact_division,
         ),
-        free=(7,),
+        free=(9,),
         num_warps=row_warps(columns),
         enable_fp_fusion=True,
     )
 
 
-def launch_layer_norm_fp32(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-) -> Tensor:
-    """Run the Triton kernel and return the rows."""
+def launch_layer_norm_fp32(x: Tensor, *others: Any) -> Tensor:
+    """Run the Triton kernel and return the rows; arguments as the reference's."""
     out = x.new_empty(x.shape)
-    norm_rows(x, weight, bias, scale, shift, eps, out)
+    norm_rows(out, x, *others)
     return out
 
 
 layer_norm_fp32: Callable[..., Tensor] = define_fusion(  # type: ignore[assignment]
-    f"{_NAME}(Tensor x, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, float eps)"
-    " -> Tensor",
+    f"{_NAME}(Tensor x, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? scale_table,"
+    " Tensor? shift, Tensor? shift_table, float eps) -> Tensor",
     kernel=launch_layer_norm_fp32,
     reference=layer_norm_fp32_reference,
     why_not=why_not_layer_norm,

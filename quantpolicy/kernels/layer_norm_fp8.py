@@ -1,6 +1,6 @@
 """``layer_norm_fp32`` and the row quantisation behind it in one pass: the rows are never written.
 
-    codes, row_scale = row_quantise_fp8(layer_norm_fp32(x, weight, bias, scale, shift, eps), floor)
+    codes, row_scale = row_quantise_fp8(layer_norm_fp32(x, ...), floor)
 
 For rows that only fp8 Linears read. Contract: high, as the norm's; the quantisation of what it
 gives is exact.
@@ -8,7 +8,7 @@ gives is exact.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,77 +29,45 @@ _NAME = "layer_norm_fp8"
 _FAST_DIVISION_FLOOR = 1e-30
 
 
-def layer_norm_fp8_reference(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-    floor: float,
-) -> tuple[Tensor, Tensor]:
-    """Norm and quantise in plain torch: codes [B, S, D] and scales [B, S, 1]."""
-    rows = layer_norm_fp32_reference(x, weight, bias, scale, shift, eps)
-    return row_quantise_fp8_reference(rows, floor)
+def layer_norm_fp8_reference(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """Norm and quantise in plain torch: codes [B, S, D] and scales [B, S, 1].
+
+    Args:
+        others: the arguments of ``layer_norm_fp32``, then the floor.
+    """
+    *norm, floor = others
+    return row_quantise_fp8_reference(layer_norm_fp32_reference(x, *norm), floor)
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-    floor: float,
-) -> tuple[Tensor, Tensor]:
-    del weight, bias, scale, shift, eps, floor
+def _fake(x: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    del others
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), row_scales_like(x)
 
 
-def _why_not(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-    floor: float,
-) -> str:
-    del floor
+def _why_not(x: Tensor, *others: Any) -> str:
     if torch.cuda.get_device_capability(x.device) < (8, 9):
         return "the GPU has no e4m3 conversion"
-    return why_not_layer_norm(x, weight, bias, scale, shift, eps)
+    return why_not_layer_norm(x, *others[:-1])
 
 
-def launch_layer_norm_fp8(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-    floor: float,
-) -> tuple[Tensor, Tensor]:
-    """Run the Triton kernel of ``layer_norm_fp32`` with codes and scales as its result."""
-    codes, row_scale = _fake(x, weight, bias, scale, shift, eps, floor)
+def launch_layer_norm_fp8(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """Run the kernel of ``layer_norm_fp32`` with codes and scales as its result."""
+    *norm, floor = others
+    codes, row_scale = _fake(x)
     norm_rows(
-        x,
-        weight,
-        bias,
-        scale,
-        shift,
-        eps,
         codes,
-        row_scale,
-        rounded_floor(floor, x.dtype),
-        floor < _FAST_DIVISION_FLOOR,
+        x,
+        *norm,
+        row_scale=row_scale,
+        floor=rounded_floor(floor, x.dtype),
+        exact_division=floor < _FAST_DIVISION_FLOOR,
     )
     return codes, row_scale
 
 
 layer_norm_fp8: Callable[..., tuple[Tensor, Tensor]] = define_fusion(  # type: ignore[assignment]
-    f"{_NAME}(Tensor x, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, float eps,"
-    " float floor) -> (Tensor, Tensor)",
+    f"{_NAME}(Tensor x, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? scale_table,"
+    " Tensor? shift, Tensor? shift_table, float eps, float floor) -> (Tensor, Tensor)",
     kernel=launch_layer_norm_fp8,
     reference=layer_norm_fp8_reference,
     why_not=_why_not,

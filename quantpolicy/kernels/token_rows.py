@@ -5,19 +5,24 @@ A program takes one row whole, in one or two power-of-two tiles, so that statist
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.row_quantise_fp8 import row_warps, split_columns
 
 MAX_COLUMNS = 16384
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 __all__ = [
+    "FLOATS",
     "MAX_COLUMNS",
+    "full_vector",
     "row_warps",
     "split_columns",
     "vector_strides",
     "why_not_rows",
+    "why_not_table",
     "why_not_vector",
 ]
 
@@ -48,6 +53,22 @@ def why_not_vector(x: Tensor, *vectors: Tensor) -> str:
     return ""
 
 
+def why_not_table(x: Tensor, *tables: Tensor | None) -> str:
+    """Return why tables cannot be added to vectors of [B, S, D], "" when they can."""
+    given = [table for table in tables if table is not None]
+    if any(table.shape != x.shape[-1:] or table.stride(-1) != 1 for table in given):
+        return "a vector's table is not a contiguous [D]"
+    if any(table.dtype not in FLOATS for table in given):
+        return "a vector's table is not bfloat16, float16 or float32"
+    return ""
+
+
+def full_vector(vector: Tensor, table: Tensor | None) -> Tensor:
+    """Return a vector in fp32 with its table added, as [B, S or 1, D] or [D]."""
+    full = (vector.unsqueeze(1) if vector.dim() == 2 else vector).float()
+    return full if table is None else table + full
+
+
 def vector_strides(vector: Tensor) -> tuple[int, int]:
     """Return a vector's strides of batch and token, 0 where all share it."""
     batch = vector.stride(0) if vector.dim() > 1 else 0
@@ -69,6 +90,12 @@ if HAS_TRITON:
         """Load part of a row as fp32, zero past its end."""
         x = tl.load(row + cols, mask=cols < D, other=0.0) if MASKED else tl.load(row + cols)
         return x.to(tl.float32)
+
+    @triton.jit
+    def load_vector(row, table, cols, D: tl.constexpr, MASKED: tl.constexpr, TABLE: tl.constexpr):
+        """Load part of a vector as fp32, with its table added in fp32."""
+        x = load_fp32(row, cols, D, MASKED)
+        return load_fp32(table, cols, D, MASKED) + x if TABLE else x
 
     @triton.jit
     def store_row(row, cols, x, D: tl.constexpr, MASKED: tl.constexpr):

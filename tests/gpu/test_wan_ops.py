@@ -90,9 +90,15 @@ def norm_rope_exact(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> Tens
 
 
 def layer_norm_exact(x: Tensor, *vectors: Tensor | None) -> Tensor:
-    weight, bias, scale, shift = (None if item is None else item.double() for item in vectors)
+    weight, bias, *modulation = (None if item is None else item.double() for item in vectors)
     normed = F.layer_norm(x.double(), x.shape[-1:], weight, bias, EPS)
-    return normed if scale is None or shift is None else normed * (1 + scale) + shift
+    scale, scale_table, shift, shift_table = modulation
+    if scale is None or shift is None:
+        return normed
+    scale, shift = (item.unsqueeze(1) if item.dim() == 2 else item for item in (scale, shift))
+    if scale_table is not None and shift_table is not None:
+        scale, shift = scale + scale_table, shift + shift_table
+    return normed * (1 + scale) + shift
 
 
 def rms_norm_exact(x: Tensor, weight: Tensor) -> Tensor:
@@ -100,14 +106,23 @@ def rms_norm_exact(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.double()
 
 
-def by_token(batch: int, tokens: int, columns: int) -> list[Tensor]:
-    """Return an fp32 modulation, one a token, as Wan's strided views."""
-    parts = noise(batch, tokens, 6, columns, dtype=torch.float32).chunk(6, dim=2)
-    return [part.squeeze(2) for part in parts]
+Vectors = tuple[Tensor | None, ...]
+Modulation = tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]
 
 
-def by_sample(batch: int, columns: int) -> list[Tensor]:
-    return list(noise(batch, 6, columns, dtype=torch.float32).chunk(6, dim=1))
+def by_token(batch: int, tokens: int, columns: int) -> Modulation:
+    """Return six vectors a token, as Wan's strided views, and what is added to each."""
+    vectors = noise(batch, tokens, 6, columns).unbind(2)
+    return vectors, noise(6, columns, dtype=torch.float32).unbind(0)
+
+
+def by_sample(batch: int, columns: int) -> Modulation:
+    """Return six fp32 vectors a sample, with nothing to add."""
+    return noise(batch, 6, columns, dtype=torch.float32).unbind(1), (None,) * 6
+
+
+def modulation_of(vectors: tuple[Tensor, ...], tables: tuple[Tensor | None, ...]) -> Vectors:
+    return (vectors[1], tables[1], vectors[0], tables[0])
 
 
 def assert_rotated(q: Tensor, k: Tensor, size: int) -> None:
@@ -183,23 +198,22 @@ def assert_rows(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor) -> None
     """Check the norm with and without quantisation, and the gated residual, by token and sample."""
     batch, tokens, columns = x.shape
     before = x.clone()
-    affine = (weight, bias, None, None)
-    calls: list[tuple[Tensor | None, ...]] = [affine]
-    for shift, scale, gate, *_ in (by_token(batch, tokens, columns), by_sample(batch, columns)):
-        calls.append((None, None, scale, shift))
-        args = (x, update, gate, True)
-        assert same_bits(launch_gated_residual(*args), gated_residual_reference(*args))
-        chain = (x.float() + update * gate).type_as(x)
-        assert same_bits(launch_gated_residual(*args), chain)
-    for vectors in calls:
-        exact = layer_norm_exact(x, *vectors)
-        rows = launch_layer_norm_fp32(x, *vectors, EPS)
-        assert_near(rows, exact)
-        assert_quantised(x, vectors, rows)
+    calls: list[Vectors] = [(weight, bias, *[None] * 4)]
+    for vectors, tables in (by_token(batch, tokens, columns), by_sample(batch, columns)):
+        calls.append((None, None, *modulation_of(vectors, tables)))
+        found = launch_gated_residual(x, update, vectors[2], True, tables[2])
+        full = vectors[2].float() if tables[2] is None else tables[2] + vectors[2].float()
+        full = full.unsqueeze(1) if full.dim() == 2 else full
+        assert same_bits(found, (x.float() + update * full).type_as(x))
+        assert not same_bits(found, (x.float() + update * full * 1.1).type_as(x))
+    for given in calls:
+        rows = launch_layer_norm_fp32(x, *given, EPS)
+        assert_near(rows, layer_norm_exact(x, *given))
+        assert_quantised(x, given, rows)
     assert same_bits(x, before)
 
 
-def assert_quantised(x: Tensor, vectors: tuple[Tensor | None, ...], rows: Tensor) -> None:
+def assert_quantised(x: Tensor, vectors: Vectors, rows: Tensor) -> None:
     """Check codes and scales against those of the rows that the norm alone gives."""
     codes, scale = launch_layer_norm_fp8(x, *vectors, EPS, FLOOR)
     expected, expected_scale = row_quantise_fp8(rows, FLOOR)
@@ -244,8 +258,8 @@ def test_past_two_to_the_31_elements() -> None:
         exact = norm_rope_exact(x[:, last], weight, cos[:, last], sin[:, last])
         assert_near(found[:, last].contiguous(), exact, 2)
     del rotated, found
-    shift, scale, gate, *_ = by_sample(1, 3072)
-    vectors = (None, None, scale, shift)
+    parts, tables_of = by_sample(1, 3072)
+    gate, vectors = parts[2], (None, None, *modulation_of(parts, tables_of))
     rows = launch_layer_norm_fp32(q, *vectors, EPS)
     assert_near(rows[:, last].contiguous(), layer_norm_exact(q[:, last], *vectors))
     codes, _ = launch_layer_norm_fp8(q, *vectors, EPS, FLOOR)
@@ -258,8 +272,8 @@ def test_past_two_to_the_31_elements() -> None:
 
 def test_no_rows_at_all() -> None:
     empty, vector = noise(1, 0, 64), noise(64)
-    assert launch_layer_norm_fp32(empty, vector, vector, None, None, EPS).shape == (1, 0, 64)
-    codes, scale = launch_layer_norm_fp8(empty, None, None, None, None, EPS, FLOOR)
+    assert launch_layer_norm_fp32(empty, vector, vector, *[None] * 4, EPS).shape == (1, 0, 64)
+    codes, scale = launch_layer_norm_fp8(empty, *[None] * 6, EPS, FLOOR)
     assert (codes.shape, scale.shape) == ((1, 0, 64), (1, 0, 1))
     rotated = launch_qk_norm_rope_across_heads(empty, empty, vector, vector, *tables(0, 32), EPS)
     assert rotated[0].shape == (1, 0, 2, 32)
@@ -269,20 +283,21 @@ def test_the_gated_residual_is_verified_once_a_signature() -> None:
     forget_verdicts("gated_residual")
     before = op_counts().get("gated_residual")
     verified, calls = (before.verifications, before.calls) if before else (0, 0)
-    x, update, gate = noise(1, 33, 3072), noise(1, 33, 3072), by_token(1, 33, 3072)[2]
+    vectors, adds = by_token(1, 33, 3072)
+    args = (noise(1, 33, 3072), noise(1, 33, 3072), vectors[2], True, adds[2])
     for _ in range(3):
-        found = gated_residual(x, update, gate, True)
-        assert same_bits(found, gated_residual_reference(x, update, gate, True))
+        assert same_bits(gated_residual(*args), gated_residual_reference(*args))
     counts = op_counts()["gated_residual"]
     assert (counts.verifications, counts.calls) == (verified + 1, calls + 2)
     assert counts.refused == 0
 
 
 def test_unsupported_inputs_take_the_eager_chain() -> None:
-    x, (shift, scale, *_) = noise(1, 5, 64), by_sample(1, 64)
-    half = (x, None, None, scale.bfloat16(), shift, EPS)
-    assert same_bits(layer_norm_fp32(*half), layer_norm_fp32_reference(*half))
-    assert op_counts()["layer_norm_fp32"].declines["scale and shift are not float32"] == 1
+    x, vector = noise(1, 5, 64), noise(64)
+    wide = (x, vector.double(), vector, *[None] * 4, EPS)
+    assert same_bits(layer_norm_fp32(*wide), layer_norm_fp32_reference(*wide))
+    reason = "a vector is not bfloat16, float16 or float32"
+    assert op_counts()["layer_norm_fp32"].declines[reason] == 1
     rounded = [table.bfloat16() for table in tables(5, 32)]
     args = (x, x, noise(64), noise(64), *rounded, EPS)
     found, expected = qk_norm_rope_across_heads(*args), qk_norm_rope_across_heads_reference(*args)
@@ -303,14 +318,15 @@ def test_fp8_gemm_is_the_second_half_of_the_linear(rows: int) -> None:
 
 def test_opcheck() -> None:
     x, vector = noise(1, 9, 128), noise(128)
-    shift, scale, gate, *_ = by_token(1, 9, 128)
+    vectors, adds = by_token(1, 9, 128)
+    modulation = modulation_of(vectors, adds)
     weight, weight_scale = row_quantise_fp8(noise(64, 128), 0.0)
     codes, row_scale = row_quantise_fp8(x, FLOOR)
     arguments: dict[str, tuple[object, ...]] = {
         "qk_norm_rope_across_heads": (x, x, vector, vector, *tables(9, 64), EPS),
-        "gated_residual": (x, x, gate, True),
-        "layer_norm_fp32": (x, vector, vector, scale, shift, EPS),
-        "layer_norm_fp8": (x, None, None, scale, shift, EPS, FLOOR),
+        "gated_residual": (x, x, vectors[2], True, adds[2]),
+        "layer_norm_fp32": (x, vector, vector, *modulation, EPS),
+        "layer_norm_fp8": (x, None, None, *modulation, EPS, FLOOR),
         "rms_norm": (x, vector, EPS, torch.bfloat16),
         "fp8_gemm": (codes, row_scale, weight, weight_scale, noise(64), torch.bfloat16),
     }

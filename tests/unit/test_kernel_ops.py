@@ -67,10 +67,10 @@ def arguments() -> dict[str, tuple[object, ...]]:
         "qk_norm_rope_pack": (*heads, *weights, cos, sin, 1e-6),
         "qk_rms_norm": (*heads[:2], *weights[:2], 1e-6),
         "qk_norm_rope_across_heads": (*projected(), *across, *wan_tables(), 1e-6),
-        "gated_residual": (x, update, gates[1]),
-        "layer_norm_fp32": (x, vector, vector, *by_token()[:2], 1e-6),
+        "gated_residual": (x, update, gates[1], True, vector),
+        "layer_norm_fp32": (x, vector, vector, by_token()[0], vector, by_token()[1], vector, 1e-6),
         "layer_norm_modulate": (x[:, 1:], gates[0], gates[1], 1e-6),
-        "layer_norm_fp8": (x, None, None, *by_token()[:2], 1e-6, 1e-12),
+        "layer_norm_fp8": (x, None, None, by_token()[0], None, by_token()[1], None, 1e-6, 1e-12),
         "fp8_gemm": (
             noise(2, 5, 128).to(codes.dtype),
             torch.rand(2, 5, 1),
@@ -120,7 +120,7 @@ def test_results_share_no_memory_with_inputs():
 
 def test_references_are_the_eager_chains():
     args = arguments()
-    x, update, gate = args["gated_residual"]
+    x, update, gate, *_ = args["gated_residual"]
     assert torch.equal(gated_residual(x, update, gate), x + update * gate.unsqueeze(1))
     x, scale, shift, eps = args["layer_norm_modulate"]
     chain = F.layer_norm(x, (64,), eps=eps) * (1 + scale[:, None]) + shift[:, None]
@@ -159,11 +159,22 @@ def test_wan_references_are_the_eager_chains():
         assert torch.equal(gated_residual(x, update, gate, True), chain)
         assert gated_residual(x, update, gate).dtype is torch.float32
         chain = (F.layer_norm(x.float(), (64,), eps=1e-6) * (1 + scale) + shift).type_as(x)
-        assert torch.equal(layer_norm_fp32(x, None, None, scale, shift, 1e-6), chain)
+        assert torch.equal(layer_norm_fp32(x, None, None, scale, None, shift, None, 1e-6), chain)
+    # The modulation as Wan has it: half-precision parts, by token or sample, and an fp32 table.
+    table = torch.randn(6, 64)
+    for parts in (noise(2, 5, 6, 64), noise(2, 6, 64)):
+        full = (table + parts.float()).chunk(6, dim=-2)
+        shift, scale, gate = (part.squeeze(2) if parts.dim() == 4 else part for part in full[:3])
+        vectors = parts.unbind(-2)
+        chain = (x.float() + update * gate).type_as(x)
+        assert torch.equal(gated_residual(x, update, vectors[2], True, table[2]), chain)
+        chain = (F.layer_norm(x.float(), (64,), eps=1e-6) * (1 + scale) + shift).type_as(x)
+        args = (x, None, None, vectors[1], table[1], vectors[0], table[0], 1e-6)
+        assert torch.equal(layer_norm_fp32(*args), chain)
     chain = F.layer_norm(x.float(), (64,), weight.float(), bias.float(), 1e-6).type_as(x)
-    assert torch.equal(layer_norm_fp32(x, weight, bias, None, None, 1e-6), chain)
+    assert torch.equal(layer_norm_fp32(x, weight, bias, *[None] * 4, 1e-6), chain)
     assert torch.equal(rms_norm(x, weight, 1e-6, BF16), F.rms_norm(x, (64,), weight, 1e-6))
-    args = (x, None, None, scale, shift, 1e-6)
+    args = (x, None, None, scale, None, shift, None, 1e-6)
     found = layer_norm_fp8(*args, 1e-12)
     for one, other in zip(found, row_quantise_fp8(layer_norm_fp32(*args), 1e-12), strict=True):
         assert torch.equal(one.float(), other.float())
@@ -246,21 +257,24 @@ def test_predicates_of_wan_s_ops_say_why():
     ):
         assert reason in why_not_qk_norm_rope_across_heads(*args, 1e-6)
     x, vector, (shift, scale, *_) = noise(2, 5, 64), noise(64), by_token()
-    assert why_not_layer_norm(x, vector, vector, scale, shift, 1e-6) == ""
+    assert why_not_layer_norm(x, vector, vector, scale, None, shift, None, 1e-6) == ""
     for args, reason in (
-        ((x.float(), None, None, scale, shift), "not bfloat16"),
-        ((x, vector, None, scale, shift), "without a bias"),
-        ((x, None, None, scale, None), "without a shift"),
-        ((x, None, None, scale.to(BF16), shift), "not float32"),
-        ((x, None, None, scale[:, 1:], shift), "none of [D]"),
-        ((x, vector[:32], vector, scale, shift), "not contiguous [D]"),
-        ((x.transpose(1, 2), None, None, None, None), "channels are not contiguous"),
+        ((x.float(), None, None, scale, None, shift, None), "not bfloat16"),
+        ((x, vector, None, scale, None, shift, None), "without a bias"),
+        ((x, None, None, scale, None, None, None), "without a shift"),
+        ((x, None, None, scale.double(), None, shift, None), "float16 or float32"),
+        ((x, None, None, scale[:, 1:], None, shift, None), "none of [D]"),
+        ((x, None, None, scale, vector, shift, None), "without one for the shift"),
+        ((x, None, None, scale, vector[:9], shift, vector), "table is not a contiguous [D]"),
+        ((x, None, None, scale, vector.double(), shift, vector), "table is not bfloat16"),
+        ((x, vector[:32], vector, scale, None, shift, None), "not contiguous [D]"),
+        ((x.transpose(1, 2), *[None] * 6), "channels are not contiguous"),
     ):
         assert reason in why_not_layer_norm(*args, 1e-6)
 
 
 def test_a_gradient_flows_through_the_reference_on_a_cpu():
-    x, update, gate = (item.float() for item in arguments()["gated_residual"])
+    x, update, gate = (item.float() for item in arguments()["gated_residual"][:3])
     reference = gated_residual_reference(x.requires_grad_(), update, gate)
     reference.sum().backward()
     assert torch.equal(x.grad, torch.ones_like(x))

@@ -19,10 +19,15 @@ from quantpolicy.kernels.qk_norm_rope_across_heads import (
 from quantpolicy.kernels.quantised_rows import QuantisedRows
 from quantpolicy.kernels.rms_norm import rms_norm
 from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8
+from quantpolicy.kernels.token_rows import full_vector
 from quantpolicy.runtime.mounts.feed_forward import is_fp8, read_codes
 from quantpolicy.runtime.mounts.site import Part, Rewrite
 
 Rotary = tuple[Tensor, Tensor]
+
+# A part of the modulation, [B, D] or [B, S, D], and what is added to it, [D].
+Vector = tuple[Tensor, Tensor]
+NO_VECTOR = (None, None)
 
 
 class Block(Rewrite):
@@ -46,30 +51,30 @@ class Block(Rewrite):
         rotary_emb: Rotary,
     ) -> Tensor:
         """Return the rows after the block; ``temb`` is [B, 6, D], or [B, S, 6, D] by token."""
-        table = self.scale_shift_table
-        parts = ((table if temb.dim() == 3 else table[:, None]) + temb.float()).chunk(6, dim=-2)
-        if temb.dim() == 4:
-            parts = [part.squeeze(2) for part in parts]
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = parts
-        add = gated_residual_op if self.gates else gated_residual_eager
+        # The sum of a vector and its table is an fp32 tensor as large as the stream, or larger:
+        # where vectors come by token, the ops are better off with the parts.
+        vectors, tables = temb.unbind(-2), self.scale_shift_table[0].unbind(0)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = zip(vectors, tables, strict=True)
 
         normed = self._normed(0, hidden_states, scale, shift)
-        stream = add(hidden_states, self.attn1(normed, None, None, rotary_emb), gate)
+        stream = self._added(hidden_states, self.attn1(normed, None, None, rotary_emb), gate)
         normed = self._normed(1, stream)
         stream = stream + self.attn2(normed, encoder_hidden_states, None, None)
         normed = self._normed(2, stream, mlp_scale, mlp_shift)
-        return add(stream, self.ffn(normed), mlp_gate)
+        added: Tensor = self._added(stream, self.ffn(normed), mlp_gate)
+        return added
 
     def _normed(
         self: Part,
         index: int,
         x: Tensor,
-        scale: Tensor | None = None,
-        shift: Tensor | None = None,
+        scale: Vector | None = None,
+        shift: Vector | None = None,
     ) -> Tensor | QuantisedRows:
         norm = (self.norm1, self.norm2, self.norm3)[index]
         if isinstance(norm, nn.LayerNorm):
-            args = (x, norm.weight, norm.bias, scale, shift, norm.eps)
+            modulation = (*(scale or NO_VECTOR), *(shift or NO_VECTOR))
+            args = (x, norm.weight, norm.bias, *modulation, norm.eps)
             if self.quantises:
                 readers = readers_of(self)[index]
                 if read_codes(readers):
@@ -78,8 +83,13 @@ class Block(Rewrite):
                 return layer_norm_fp32(*args)
         normed: Tensor = norm(x.float())
         if scale is not None and shift is not None:
-            normed = normed * (1 + scale) + shift
+            normed = normed * (1 + full_vector(*scale)) + full_vector(*shift)
         return normed.type_as(x)
+
+    def _added(self: Part, stream: Tensor, update: Tensor, gate: Vector) -> Tensor:
+        if self.gates:
+            return gated_residual(stream, update, gate[0], True, gate[1])
+        return (stream.float() + update * full_vector(*gate)).type_as(stream)
 
 
 def readers_of(block: Part) -> tuple[tuple[Part, ...], ...]:
@@ -157,13 +167,3 @@ class Attention(Rewrite):
 
 def _heads(x: Tensor, attn: Part) -> Tensor:
     return x.view(*x.shape[:2], attn.heads, x.shape[2] // attn.heads)
-
-
-def gated_residual_op(residual: Tensor, update: Tensor, gate: Tensor) -> Tensor:
-    """Multiply and add in one op, in the dtype of the residual."""
-    return gated_residual(residual, update, gate, True)
-
-
-def gated_residual_eager(residual: Tensor, update: Tensor, gate: Tensor) -> Tensor:
-    """Multiply and add as diffusers does; the gate is fp32."""
-    return (residual.float() + update * gate).type_as(residual)
