@@ -98,16 +98,23 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from quantpolicy.kernels.row_math import fp8_codes, fp8_scale, larger, row_amax
-    from quantpolicy.kernels.token_rows import rounded
+    from quantpolicy.kernels.row_math import (
+        fp8_codes,
+        fp8_scale,
+        larger,
+        rounded_pairs,
+        row_amax,
+        sigmoid,
+    )
 
     @triton.jit
     def _activated(x_row, head_row, cols, N: tl.constexpr, K: tl.constexpr):
         """Load part of a row, [1, BLOCK], as fp32: the head as it is, the rest activated."""
         dtype: tl.constexpr = x_row.dtype.element_ty
         x = tl.load(x_row + cols - N, mask=(cols >= N) & (cols < K), other=0.0).to(tl.float32)
-        inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-        y = rounded(x / (1.0 + tl.exp(-inner)), dtype)
+        # 2 sqrt(2 / pi) x (1 + 0.044715 x^2)
+        inner = x * (1.5957691216057308 + 0.07135481627260025 * x * x)
+        y = rounded_pairs(x * sigmoid(inner), dtype)
         if N > 0:
             head = tl.load(head_row + cols, mask=cols < N, other=0.0).to(tl.float32)
             y = tl.where(cols < N, head, y)
@@ -169,7 +176,7 @@ def gelu_quantise(x: Tensor, head: Tensor | None, floor: float) -> tuple[Tensor,
             *split_columns(columns),
             floor < _FAST_DIVISION_FLOOR,
         ),
-        num_warps=2 * row_warps(columns),
+        num_warps=row_warps(columns),
         enable_fp_fusion=True,
     )
     return codes, scale

@@ -92,8 +92,14 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from quantpolicy.kernels.row_math import fp8_codes, fp8_scale, larger, row_amax
-    from quantpolicy.kernels.token_rows import load_fp32, load_vector, rounded, store_row
+    from quantpolicy.kernels.row_math import (
+        fp8_codes,
+        fp8_scale,
+        larger,
+        rounded_pairs,
+        row_amax,
+    )
+    from quantpolicy.kernels.token_rows import load_fp32, load_vector, store_row
 
     @triton.jit
     def _transformed(
@@ -202,10 +208,10 @@ if HAS_TRITON:
                 TABLES,
             )
         if QUANTISED:
-            a = rounded(a, dtype)
+            a = rounded_pairs(a, dtype)
             amax = row_amax(a)
             if BLOCK_B > 0:
-                b = rounded(b, dtype)
+                b = rounded_pairs(b, dtype)
                 amax = larger(amax, row_amax(b))
             row_scale = fp8_scale(amax, floor, dtype)[:, None]
             tl.store(row_scale_ptr + row + tl.zeros_like(row_scale).to(tl.int32), row_scale)

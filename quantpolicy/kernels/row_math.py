@@ -14,6 +14,26 @@ INVERSE_INT8_HALF_RANGE = tl.constexpr(1.0 / 127.5)
 FP16_TINY = tl.constexpr(2.0**-14)
 INT8_EPS = tl.constexpr(2.0**-23)
 ROUNDING_MAGIC = tl.constexpr(12582912.0)
+MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
+
+# Triton's interpreter runs no assembly; the plain expressions beside it are what it stands for.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_SIGMOID = tl.constexpr(
+    """{
+    .reg .f32 power;
+    ex2.approx.ftz.f32 power, $1;
+    add.ftz.f32 power, power, 0f3F800000;
+    rcp.approx.ftz.f32 $0, power;
+    }"""
+)
+_ROUND_TWO_TO_BF16 = tl.constexpr(
+    """{
+    .reg .b32 pair;
+    cvt.rn.bf16x2.f32 pair, $3, $2;
+    shl.b32 $0, pair, 16;
+    and.b32 $1, pair, 0xFFFF0000;
+    }"""
+)
 
 
 @triton.jit
@@ -26,6 +46,32 @@ def larger(a, b):
 def row_amax(x):
     """Return the largest magnitude of each row, [R, K] to [R]; NaN if the row holds one."""
     return tl.reduce(tl.abs(x), 1, larger)
+
+
+@triton.jit
+def sigmoid(x):
+    """Return 1 / (1 + exp(-x)) of fp32 values, two instructions of the special function unit."""
+    if _INTERPRETED:
+        result = 1.0 / (1.0 + tl.exp(-x))
+    else:
+        result = tl.inline_asm_elementwise(
+            _SIGMOID, "=f,f", [x * MINUS_LOG2_E], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return result
+
+
+@triton.jit
+def rounded_pairs(x, DTYPE: tl.constexpr):
+    """Round fp32 values to a dtype and give them back as fp32, two bf16 values an instruction."""
+    # A tile of one value has no pair.
+    single: tl.constexpr = x.shape[-1] == 1
+    if _INTERPRETED or single or tl.bfloat16 != DTYPE:
+        result = x.to(DTYPE).to(tl.float32)
+    else:
+        result = tl.inline_asm_elementwise(
+            _ROUND_TWO_TO_BF16, "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2
+        )
+    return result
 
 
 @triton.jit

@@ -25,6 +25,8 @@ pytestmark = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
         reason="no CUDA device with a tensor memory accelerator",
     ),
+    # torch announces its own changes while it compiles.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
 HALF = (torch.float16, torch.bfloat16)

@@ -40,6 +40,8 @@ from quantpolicy.schemes import Scheme
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    # torch announces its own changes while it compiles.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
 HALF = (torch.bfloat16, torch.float16)
