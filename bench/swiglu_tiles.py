@@ -20,28 +20,25 @@ from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
 from bench.timing import copies_for, envelope, relative_error, sustained_ms, write_json
-from quantpolicy.kernels.gated_tiles import GatedTiles, choose_gated_tiles
+from quantpolicy.kernels.gated_tiles import GATED_TILES, GatedTiles
 from quantpolicy.kernels.swiglu import swiglu
 from quantpolicy.kernels.swiglu_linear import launch_swiglu_linear
 
 K, N = 2048, 8192
 ROWS = (35980, 1285)
-CANDIDATES = tuple(
-    tiles._replace(joint=joint)
-    for tiles in (
-        GatedTiles(128, 128, 64, 8, 4),
-        GatedTiles(128, 128, 64, 8, 3),
-        GatedTiles(128, 128, 64, 8, 4, flatten=True),
-        GatedTiles(128, 128, 64, 8, 4, group_m=16),
-        GatedTiles(128, 128, 64, 8, 4, group_m=4),
-        GatedTiles(128, 128, 128, 8, 2),
-        GatedTiles(256, 64, 64, 8, 4),
-        GatedTiles(256, 64, 64, 8, 4, flatten=True),
-        GatedTiles(128, 64, 64, 4, 3, per_processor=2),
-        GatedTiles(64, 128, 64, 4, 2, per_processor=2),
-        GatedTiles(64, 64, 128, 4, 4),
-    )
-    for joint in (False, True)
+CANDIDATES = (
+    GATED_TILES,
+    GatedTiles(128, 128, 64, 8, 4),
+    GatedTiles(128, 128, 64, 8, 3),
+    GatedTiles(128, 128, 64, 8, 3, flatten=True),
+    GatedTiles(128, 128, 64, 8, 4, group_m=16),
+    GatedTiles(128, 128, 64, 8, 4, group_m=4),
+    GatedTiles(128, 128, 128, 8, 2),
+    GatedTiles(256, 64, 64, 8, 4),
+    GatedTiles(256, 64, 64, 8, 4, flatten=True),
+    GatedTiles(128, 64, 64, 4, 3, per_processor=2),
+    GatedTiles(64, 128, 64, 4, 2, per_processor=2),
+    GatedTiles(64, 64, 128, 4, 4),
 )
 
 
@@ -58,7 +55,7 @@ def bench_rows(m: int, seconds: float) -> list[dict[str, object]]:
             return launch_swiglu_linear(x, weight, bias, tiles)
 
         rows.append(_row(m, _name(tiles), fused, operands, seconds, expected))
-        rows[-1] |= {"tiles": tiles._asdict(), "chosen": tiles == choose_gated_tiles(m)}
+        rows[-1] |= {"tiles": tiles._asdict(), "chosen": tiles == GATED_TILES}
     rows.append(_row(m, "F.linear + swiglu, again", _separate, operands, seconds, expected))
     return rows
 
@@ -77,7 +74,6 @@ def _separate(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def _name(tiles: GatedTiles) -> str:
     words = [f"{tiles.m} x 2 x {tiles.n} x {tiles.k}", f"{tiles.warps} warps"]
     words.append(f"{tiles.stages} stages")
-    words += ["joint"] if tiles.joint else []
     words += ["flatten"] if tiles.flatten else []
     words += [f"group {tiles.group_m}"] if tiles.group_m != 8 else []
     words += [f"{tiles.per_processor} a processor"] if tiles.per_processor > 1 else []

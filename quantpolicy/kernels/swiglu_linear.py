@@ -4,7 +4,7 @@
     gate  = round(x @ weight[N:].T + bias[N:])
     out   = value * round(silu(gate))                 out: [..., N]
 
-Each program keeps an accumulator for either half, so that the projection itself is never stored.
+Each program multiplies by rows of both halves, so that the projection itself is never stored.
 Contract: high; roundings are those of the eager chain, the order of the sums is not, and the
 exponential is the GPU's fast one. The first call of a signature times both ways; where the epilogue
 gains nothing, that signature stays on two launches for good.
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from quantpolicy.kernels.contract import define_fusion
 from quantpolicy.kernels.gain_probe import NO_GAIN, gains
-from quantpolicy.kernels.gated_tiles import GatedTiles, choose_gated_tiles
+from quantpolicy.kernels.gated_tiles import GATED_TILES, GatedTiles
 from quantpolicy.kernels.launch import ALIGNMENT_BYTES, is_aligned, launch
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.rotary import HALF_DTYPES
@@ -91,29 +91,6 @@ if HAS_TRITON:
         w_desc,
         first_m,
         first_n,
-        N,
-        steps,
-        BLOCK_M: tl.constexpr,
-        BLOCK_N: tl.constexpr,
-        BLOCK_K: tl.constexpr,
-    ):
-        """Multiply rows by either half of the weight [2 N, K]: two accumulators."""
-        value = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for step in range(steps):
-            x = x_desc.load([first_m, step * BLOCK_K])
-            w_value = w_desc.load([first_n, step * BLOCK_K])
-            w_gate = w_desc.load([N + first_n, step * BLOCK_K])
-            value = tl.dot(x, w_value.T, value)
-            gate = tl.dot(x, w_gate.T, gate)
-        return value, gate
-
-    @triton.jit
-    def _joint_products(
-        x_desc,
-        w_desc,
-        first_m,
-        first_n,
         steps,
         BLOCK_M: tl.constexpr,
         BLOCK_N: tl.constexpr,
@@ -141,7 +118,6 @@ if HAS_TRITON:
         BLOCK_N: tl.constexpr,
         BLOCK_K: tl.constexpr,
         GROUP_M: tl.constexpr,
-        JOINT: tl.constexpr,
         FLATTEN: tl.constexpr,
         HAS_BIAS: tl.constexpr,
     ):
@@ -153,21 +129,16 @@ if HAS_TRITON:
             tile_m, tile_n = _tile_origin(tile, tiles_m, tiles_n, GROUP_M)
             first_m = tile_m * BLOCK_M
             first_n = tile_n * BLOCK_N
-            if JOINT:
-                value, gate = _joint_products(
-                    x_desc, w_desc, first_m, first_n, steps, BLOCK_M, BLOCK_N, BLOCK_K
-                )
-            else:
-                value, gate = _products(
-                    x_desc, w_desc, first_m, first_n, N, steps, BLOCK_M, BLOCK_N, BLOCK_K
-                )
+            value, gate = _products(
+                x_desc, w_desc, first_m, first_n, steps, BLOCK_M, BLOCK_N, BLOCK_K
+            )
             cols = first_n + tl.arange(0, BLOCK_N)
             out = _gated(value, gate, bias_ptr, cols, N, HAS_BIAS, dtype)
             out_desc.store([first_m, first_n], out.to(dtype))
 
 
 def launch_swiglu_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tiles: GatedTiles | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, tiles: GatedTiles = GATED_TILES
 ) -> Tensor:
     """Run the Triton kernel: persistent programs, tiles moved by the tensor memory accelerator."""
     out = _fake(x, weight, bias)
@@ -175,16 +146,11 @@ def launch_swiglu_linear(
     (m, k), n = rows.shape, out.shape[-1]
     weight = weight if is_aligned(weight) else weight.clone()
     vector = weight if bias is None else bias
-    tiles = tiles or choose_gated_tiles(m)
-    if tiles.joint:
-        weights = TensorDescriptor(weight, [2, n, k], [n * k, k, 1], [2, tiles.n, tiles.k])
-    else:
-        weights = TensorDescriptor(weight, [2 * n, k], [k, 1], [tiles.n, tiles.k])
     blocks = -(-m // tiles.m) * -(-n // tiles.n)
     programs = min(processors(x.device) * tiles.per_processor, blocks)
     arguments = (
         TensorDescriptor(rows, [m, k], [rows.stride(0), 1], [tiles.m, tiles.k]),
-        weights,
+        TensorDescriptor(weight, [2, n, k], [n * k, k, 1], [2, tiles.n, tiles.k]),
         TensorDescriptor(out, [m, n], [n, 1], [tiles.m, tiles.n]),
         vector,
         m,
@@ -195,7 +161,6 @@ def launch_swiglu_linear(
         tiles.n,
         tiles.k,
         tiles.group_m,
-        tiles.joint,
         tiles.flatten,
         bias is not None,
     )

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from quantpolicy.kernels import gain_probe
 from quantpolicy.kernels import swiglu_linear as module
 from quantpolicy.kernels.contract import OpCounts, op_counts, same_bits
-from quantpolicy.kernels.gated_tiles import GatedTiles
+from quantpolicy.kernels.gated_tiles import GATED_TILES, GatedTiles
 from quantpolicy.kernels.swiglu import launch_swiglu
 from quantpolicy.kernels.swiglu_linear import (
     launch_swiglu_linear,
@@ -32,12 +32,10 @@ pytestmark = [
 HALF = (torch.float16, torch.bfloat16)
 STEP = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 TILES = (
-    None,
+    GATED_TILES,
     GatedTiles(128, 128, 64, 8, 4),
-    GatedTiles(128, 128, 64, 8, 4, joint=True),
-    GatedTiles(128, 128, 64, 8, 4, joint=True, flatten=True),
     GatedTiles(256, 64, 64, 8, 4, flatten=True),
-    GatedTiles(128, 64, 64, 4, 3, joint=True, per_processor=2),
+    GatedTiles(128, 64, 64, 4, 3, per_processor=2),
     GatedTiles(64, 64, 128, 4, 4),
 )
 FP32 = ("norm1", "norm2", "norm_out", "scale1", "scale2")
@@ -72,7 +70,7 @@ def counts() -> OpCounts:
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("tiles", TILES)
 @pytest.mark.parametrize(("n", "k"), [(8192, 2048), (200, 136), (8, 24), (1000, 3080)])
-def test_against_fp64(n: int, k: int, tiles: GatedTiles | None, dtype: torch.dtype) -> None:
+def test_against_fp64(n: int, k: int, tiles: GatedTiles, dtype: torch.dtype) -> None:
     weight, bias = operands(n, k, dtype)
     for rows in (1, 17, 1285):
         x = noise(1, rows, k, dtype=dtype)
@@ -89,7 +87,7 @@ def test_against_fp64(n: int, k: int, tiles: GatedTiles | None, dtype: torch.dty
 def test_every_row_and_column_of_a_large_product() -> None:
     weight, bias = operands(8192, 2048, torch.float16)
     x = noise(35_980, 2048)
-    for tiles in (None, GatedTiles(128, 128, 64, 8, 4, joint=True)):
+    for tiles in (GATED_TILES, GatedTiles(128, 128, 64, 8, 4)):
         poison = torch.full((35_980, 8192), float("nan"), device="cuda", dtype=torch.float16)
         del poison
         found = launch_swiglu_linear(x, weight, bias, tiles)

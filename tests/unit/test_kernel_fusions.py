@@ -212,20 +212,19 @@ def test_swiglu():
 
 
 @interpreted
-@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_swiglu_linear(joint, with_bias, monkeypatch):
+def test_swiglu_linear(with_bias, monkeypatch):
     from quantpolicy.kernels import swiglu_linear as module
     from quantpolicy.kernels.gated_tiles import GatedTiles
 
     monkeypatch.setattr(module, "processors", lambda _: 3)
     wide = torch.randn(3, 40, 112)
     for x, n, tiles in (
-        (torch.randn(2, 50, 96), 80, GatedTiles(32, 32, 32, 4, 3, joint=joint)),
-        (wide[:, ::2, 4:76], 88, GatedTiles(32, 64, 32, 4, 3, joint, group_m=2, per_processor=2)),
-        (torch.randn(1, 1, 72), 40, GatedTiles(16, 32, 32, 4, 3, joint=joint)),
-        (wide[:1].expand(3, 40, 112), 24, GatedTiles(16, 16, 64, 4, 3, joint=joint)),
-        (torch.randn(2000)[1:1921].view(20, 96), 24, GatedTiles(16, 16, 64, 4, 3, joint=joint)),
+        (torch.randn(2, 50, 96), 80, GatedTiles(32, 32, 32, 4, 3)),
+        (wide[:, ::2, 4:76], 88, GatedTiles(32, 64, 32, 4, 3, group_m=2, per_processor=2)),
+        (torch.randn(1, 1, 72), 40, GatedTiles(16, 32, 32, 4, 3)),
+        (wide[:1].expand(3, 40, 112), 24, GatedTiles(16, 16, 64, 4, 3)),
+        (torch.randn(2000)[1:1921].view(20, 96), 24, GatedTiles(16, 16, 64, 4, 3)),
     ):
         weight, bias = torch.randn(2 * n, x.shape[-1]), torch.randn(2 * n)
         args = (x, weight, bias if with_bias else None)
