@@ -6,6 +6,7 @@ A stale one is refused, or made anew from the dense weights when the caller says
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -29,12 +30,13 @@ from quantpolicy.errors import Mismatch, PlanMismatchError, RequestError
 from quantpolicy.inventory.weight_files import CONFIG_FILE, find_weights, read_json_file
 from quantpolicy.paths import is_file
 from quantpolicy.plan import ComponentPlan, QuantPlan
-from quantpolicy.record import Record, sha256_of
+from quantpolicy.record import sha256_of
 from quantpolicy.resolver import resolve
 from quantpolicy.runtime.apply import apply_plan, switch_execution
 from quantpolicy.runtime.count import count_component, count_mismatches
 from quantpolicy.runtime.execution import refuse_saving
-from quantpolicy.runtime.report import ComponentReport, explain_component
+from quantpolicy.runtime.mount import mount_planned
+from quantpolicy.runtime.report import ComponentReport, MountedKernels, explain_component
 from quantpolicy.runtime.smoke import failed_gemms
 from quantpolicy.schemes import ComponentKind
 
@@ -51,7 +53,7 @@ class OnStale(StrEnum):
     REQUANTISE = "requantise"
 
 
-class LoadReport(Record):
+class LoadReport(MountedKernels):
     """How a model was loaded; the counts are of its tensors afterwards.
 
     Args:
@@ -71,7 +73,7 @@ class LoadReport(Record):
         """Return the report as text for a person."""
         lines = [f"{self.used} weights from {self.source}"]
         lines += [f"  stale: {mismatch}" for mismatch in self.stale]
-        return "\n".join([*lines, *explain_component(self.component)])
+        return "\n".join([*lines, *explain_component(self.component), *self._explain_mounts()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ def load(
     component: str | None = None,
     rules: RuleTable | None = None,
 ) -> Loaded:
-    """Load one baked component, in evaluation mode and without gradients.
+    """Load one baked component, in evaluation mode and without gradients, with its kernels.
 
     Args:
         folder: a baked component, or a pipeline that holds one.
@@ -140,7 +142,9 @@ def load(
     fill_skeleton(model, findings.files, part, target)
     refuse_saving(header.component, model)
     switch_execution(model, plan, component=header.component)
-    report = _report(model, header.component, plan, used="baked", source=path, stale=())
+    mounted, declined = mount_planned({header.component: model}, plan.kernels, ExitStack())
+    kernels = MountedKernels(mounted=mounted, declined=declined)
+    report = _report(model, header.component, plan, kernels, used="baked", source=path, stale=())
     return Loaded(model, report)
 
 
@@ -224,9 +228,9 @@ def _requantise(
     dtype = getattr(torch, part.dtype)
     model = model_class(header.class_name).from_pretrained(str(folder), torch_dtype=dtype)
     model = model.requires_grad_(requires_grad=False).eval().to(device)
-    apply_plan(model, plan, component=name)
+    kernels = apply_plan(model, plan, component=name)
     stale = tuple(findings.stale)
-    report = _report(model, name, plan, used="requantised", source=folder, stale=stale)
+    report = _report(model, name, plan, kernels, used="requantised", source=folder, stale=stale)
     return Loaded(model, report)
 
 
@@ -295,6 +299,7 @@ def _report(
     model: nn.Module,
     name: str,
     plan: QuantPlan,
+    kernels: MountedKernels,
     *,
     used: str,
     source: Path,
@@ -312,4 +317,6 @@ def _report(
         plan_digest=plan.plan_digest,
         stale=tuple(str(mismatch) for mismatch in stale),
         component=counted,
+        mounted=kernels.mounted,
+        declined=kernels.declined,
     )

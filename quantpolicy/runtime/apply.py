@@ -50,10 +50,13 @@ def apply_plan(
     or apply on the CPU and move the result: GEMMs are then tried on the GPU the plan is for.
 
     Under fused execution the quantised Linears then run in fused ops, and the plan's fusions are
-    joined; ``unmount`` takes that back. ``save_pretrained`` of a quantised component refuses.
+    joined. The plan's kernels are mounted on their components, dense ones included; one that a
+    site does not take is left out and reported. ``unmount`` takes all of that back, and the
+    report's ``op_counts`` says after a run what the kernels did. ``save_pretrained`` of a
+    quantised component refuses.
 
-    A dense component is not touched. A text encoder whose GEMM does not run on its device stays
-    dense, and the report says so; for any other component that is an error.
+    The weights of a dense component are not touched. A text encoder whose GEMM does not run on its
+    device stays dense, and the report says so; for any other component that is an error.
 
     Args:
         model: a module (compiled, PEFT-wrapped or nested in another is fine), a diffusers pipeline,

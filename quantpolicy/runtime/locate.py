@@ -23,7 +23,7 @@ def select_components(
         model: one module, a pipeline (anything whose ``components`` is a mapping of modules), or
             such a mapping itself.
         component: restrict the call to this component of the plan; a single module is this one,
-            or the plan's only denoiser when it is None.
+            or the plan's only denoiser or component when it is None.
 
     Raises:
         RequestError: the component is not in the plan, a single module could be several of its
@@ -142,12 +142,12 @@ def denoisers(plan: QuantPlan) -> dict[str, ComponentPlan]:
 
 
 def _only_denoiser(plan: QuantPlan) -> str:
-    names = tuple(denoisers(plan))
+    names = tuple(denoisers(plan) or plan.components)
     if len(names) == 1:
         return names[0]
     raise RequestError(
         "apply_plan",
-        f"a single module for a plan with {len(names)} denoisers",
+        f"a single module for a plan with {len(denoisers(plan))} denoisers",
         allowed="components: " + ", ".join(plan.components),
         remedy="give the pipeline, or say component=",
     )

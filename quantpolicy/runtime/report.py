@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from pydantic import Field
 
 from quantpolicy.plan import Decision
 from quantpolicy.record import Record
 from quantpolicy.schemes import Cause, Execution, Scheme
 from quantpolicy.text import format_bytes
+
+if TYPE_CHECKING:
+    from quantpolicy.kernels.contract import OpCounts
 
 
 class SchemeCount(Record):
@@ -106,7 +111,47 @@ class ComponentReport(Record):
         }
 
 
-class ApplyReport(Record):
+class MountedKernels(Record):
+    """The fused ops on a model, and what they did since.
+
+    Args:
+        mounted: fused ops mounted, ``component.op``.
+        declined: the reason for each planned op that was not mounted.
+    """
+
+    mounted: tuple[str, ...] = ()
+    declined: dict[str, str] = Field(default_factory=dict)
+
+    def op_counts(self) -> dict[str, OpCounts]:
+        """Return what the fused ops did so far in this process, those mounted here first.
+
+        To be asked after a run. An op that was never called has zeros; a call that took the eager
+        chain instead of the kernel is in ``declines``, by reason.
+        """
+        from quantpolicy.kernels.contract import OpCounts, op_counts
+
+        mounted = dict.fromkeys(name.rpartition(".")[2] for name in self.mounted)
+        return {op: OpCounts(0, 0, 0, {}) for op in mounted} | op_counts()
+
+    def explain_ops(self) -> str:
+        """Return the counts of ``op_counts`` as text for a person."""
+        lines = []
+        for op, counts in self.op_counts().items():
+            lines.append(
+                f"{op}: {counts.calls} calls, {counts.verifications} signatures verified"
+                + (f", {counts.refused} of them not bit-exact" if counts.refused else "")
+            )
+            lines += [f"  {count} declined: {why}" for why, count in counts.declines.items()]
+        return "\n".join(lines)
+
+    def _explain_mounts(self) -> list[str]:
+        return [
+            *(f"  mounted: {name}" for name in self.mounted),
+            *(f"  not mounted: {name}: {why}" for name, why in self.declined.items()),
+        ]
+
+
+class ApplyReport(MountedKernels):
     """What ``apply_plan`` did, counted on the tensors.
 
     Args:
@@ -114,8 +159,6 @@ class ApplyReport(Record):
         execution: how their quantised Linears are run.
         decisions: candidates given up on this device, such as a text encoder left dense because the
             scheme's GEMM does not run.
-        mounted: fusions mounted, ``component.op``.
-        declined: the reason for each planned fusion that was not mounted.
     """
 
     family: str
@@ -123,8 +166,6 @@ class ApplyReport(Record):
     plan_digest: str
     components: dict[str, ComponentReport]
     decisions: tuple[Decision, ...] = ()
-    mounted: tuple[str, ...] = ()
-    declined: dict[str, str] = Field(default_factory=dict)
     execution: Execution = Execution.TORCHAO
 
     @property
@@ -161,9 +202,7 @@ class ApplyReport(Record):
         for part in self.components.values():
             lines += explain_component(part)
         lines += [f"  not applied: {decision.detail}" for decision in self.decisions]
-        lines += [f"  mounted: {name}" for name in self.mounted]
-        lines += [f"  not mounted: {name}: {why}" for name, why in self.declined.items()]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._explain_mounts()])
 
 
 def explain_component(part: ComponentReport) -> list[str]:
