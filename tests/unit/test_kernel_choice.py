@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from by_hand import BLOCKS, TABLE_TEXT, component, plan_of, table_from, target
 
-from quantpolicy import Host
+from quantpolicy import Host, resolve
 from quantpolicy.detect import host_from_facts
 from quantpolicy.errors import RuleTableError
 from quantpolicy.host import Backend
@@ -211,3 +211,16 @@ def test_ops_and_finders_are_the_same_ones() -> None:
     assert set(_finders()) == set(MOUNTABLE)
     parts = {part for facts in OPS.values() for part in facts.part_of}
     assert parts <= set(MOUNTABLE)
+
+
+def test_an_overlay_replaces_a_familys_list(tmp_path: Path) -> None:
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text(
+        "families: {hunyuanvideo: {override: [kernels], kernels: [{op: gated_residual}]}}\n"
+    )
+    rules = load_rules(overlay)
+    plan = resolve("hunyuanvideo", host=Host.load("h200"), rules=rules)
+    assert ops(plan) == ["transformer.gated_residual"]
+    overlay.write_text("families: {hunyuanvideo: {override: [kernels], kernels: [{op: gated}]}}\n")
+    (finding,) = lint(load_rules(), overlay)
+    assert finding.where.startswith(f"{overlay}:1 families.hunyuanvideo.kernels")

@@ -15,13 +15,15 @@ from test_mount_minimax_h3 import decoded
 from torch import nn
 
 from prequant import bake, load
-from quantpolicy import Host, QuantPlan, Request, resolve
+from quantpolicy import Host, QuantPlan, Request, load_rules, resolve
 from quantpolicy.kernels.contract import ON_CPU
 from quantpolicy.kernels.registry import DISABLE_VARIABLE, is_disabled
 from quantpolicy.measure.tiny import build_tiny
+from quantpolicy.ops import OPS
 from quantpolicy.runtime import ApplyReport, OpCounts, apply_plan, op_counts, unmount
-from quantpolicy.runtime.mount import mounted_ops
+from quantpolicy.runtime.mount import mount, mounted_ops
 from quantpolicy.runtime.mounts.site import mounted_slots
+from quantpolicy.schemes import Scheme
 
 FREE = {"rope_qkv_pack", "gated_residual", "attention_trim"}
 SITES = {
@@ -83,6 +85,24 @@ def test_every_listed_op_mounts_and_comes_off_again(family: str) -> None:
     assert classes(model) == kinds
     assert is_equal(run(model, inputs), before)
     assert_same_state(model, untouched)
+
+
+def listed_families() -> list[str]:
+    kernels = {name: spec.kernels for name, spec in load_rules().families.items()}
+    return [name for name, ops in kernels.items() if any(op.component == "denoiser" for op in ops)]
+
+
+@pytest.mark.parametrize("family", listed_families())
+def test_every_op_that_the_table_lists_has_sites_on_the_family(family: str) -> None:
+    model, _ = build_tiny(family)
+    listed = [
+        kernel.op
+        for kernel in load_rules().families[family].kernels
+        if kernel.component == "denoiser" and OPS[kernel.op].scheme in (None, Scheme.DENSE)
+    ]
+    report = mount(model, listed)
+    assert report.declined == {}
+    assert list(report.mounted) == listed
 
 
 @pytest.mark.parametrize("family", SITES)
