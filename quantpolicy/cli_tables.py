@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from quantpolicy.console import markdown_table, print_json, print_table, print_text
 from quantpolicy.errors import RequestError
 from quantpolicy.layers import is_met_by_floor
+from quantpolicy.ops import OPS
 from quantpolicy.rule_schema import Effect, FamilySpec
 from quantpolicy.schemes import ComponentKind, Scheme
 from quantpolicy.text import format_bytes
@@ -91,8 +92,11 @@ def family_details(rules: RuleTable, family: str) -> dict[str, object]:
     if spec is not None:
         cited += [key for keys in spec.measured.values() for key in keys]
         cited += [key for kernel in spec.kernels for key in kernel.evidence]
+    facts: dict[str, object] = {"name": family}
+    if spec is not None:
+        facts = {**family_facts(rules, family), "kernels": _kernels(spec)}
     return {
-        **(family_facts(rules, family) if spec is not None else {"name": family}),
+        **facts,
         "rules": [
             {**rule.model_dump(mode="json"), "origin": rules.origin(rule.id)} for rule in own
         ],
@@ -141,6 +145,12 @@ def _family_tables(
         ]
         for rule in rules.rules_for(family)
     ]
+    kernels = details.get("kernels", [])
+    assert isinstance(kernels, list)
+    mounts = [
+        [each["op"], each["component"], each["contract"], " ".join(each["evidence"])]
+        for each in kernels
+    ]
     evidence = details["evidence"]
     assert isinstance(evidence, dict)
     records = {key: rules.evidence[key] for key in evidence}
@@ -148,9 +158,23 @@ def _family_tables(
     tables = (
         (("family", family), facts),
         (("rule", "effect", "schemes", "because", "modules", "where"), own),
+        (("kernel", "component", "contract", "evidence"), mounts),
         (("evidence", "kind", "what"), cited),
     )
     yield from ((columns, rows) for columns, rows in tables if rows)
+
+
+def _kernels(spec: FamilySpec) -> list[dict[str, object]]:
+    """Return the fused ops that a family may mount, with what each promises."""
+    return [
+        {
+            "op": kernel.op,
+            "component": kernel.component.value,
+            "contract": OPS[kernel.op].contract.value,
+            "evidence": list(kernel.evidence),
+        }
+        for kernel in spec.kernels
+    ]
 
 
 def _family_row(facts: Mapping[str, object]) -> list[str]:

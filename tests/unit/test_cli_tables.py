@@ -21,7 +21,24 @@ def test_one_family_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(rule["origin"] == rules.origin(rule["id"]) for rule in details["rules"])
     cited = {key for rule in rules.rules_for(WAN) for key in rule.evidence}
     measured = {key for keys in rules.families[WAN].measured.values() for key in keys}
-    assert set(details["evidence"]) == cited | measured
+    kernels = {key for kernel in rules.families[WAN].kernels for key in kernel.evidence}
+    assert set(details["evidence"]) == cited | measured | kernels
+
+
+def test_the_kernels_of_a_family(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["families", "minimax-h3", "--json"]) == 0
+    details = json.loads(capsys.readouterr().out)
+    kernel = next(kernel for kernel in details["kernels"] if kernel["op"] == "swiglu")
+    assert kernel == {
+        "op": "swiglu",
+        "component": "vae",
+        "contract": "high",
+        "evidence": ["l.fused-ops-decoder", "l.minimax-h3-decoder"],
+    }
+    assert set(kernel["evidence"]) <= set(details["evidence"])
+    assert main(["families", "minimax-h3"]) == 0
+    row = r"^swiglu +vae +high +l\.fused-ops-decoder l\.minimax-h3-decoder$"
+    assert re.search(row, capsys.readouterr().out, re.MULTILINE)
 
 
 def test_one_family_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
