@@ -23,7 +23,7 @@ _LEADING = ("parts", "waiting", "_whole")
 _STORED = ("joined_qdata", "joined_scale", "joined_bias")
 
 # An input, its version, and the results not yet asked for.
-Waiting = tuple[Tensor | QuantisedRows, int, tuple[Tensor | None, ...]]
+Waiting = tuple[Tensor, int, tuple[Tensor | None, ...]]
 
 
 class JoinedLinear(FusedLinear):
@@ -71,7 +71,8 @@ class JoinedLinear(FusedLinear):
         """Return ``x @ weight.T + bias``; see ``FusedLinear``."""
         leader = self.leader
         waiting = leader.waiting
-        if waiting is not None and waiting[0] is x and waiting[1] == _version(x):
+        source = x.codes if isinstance(x, QuantisedRows) else x
+        if waiting is not None and waiting[0] is source and waiting[1] == _version(source):
             own = waiting[2][self.index]
             if own is not None:
                 leader.waiting = _without(waiting, self.index)
@@ -80,7 +81,7 @@ class JoinedLinear(FusedLinear):
             return super().forward(x)
         whole = self._whole(x)
         rest = (whole[..., part.start : part.stop] for part in self.parts[1:])
-        leader.waiting = (x, _version(x), (None, *rest))
+        leader.waiting = (source, _version(source), (None, *rest))
         return whole[..., : self.stop]
 
     def release(self) -> nn.Linear:
@@ -193,10 +194,8 @@ def _without(waiting: Waiting, index: int) -> Waiting | None:
     return (waiting[0], waiting[1], left) if any(one is not None for one in left) else None
 
 
-def _version(x: Tensor | QuantisedRows) -> int:
+def _version(x: Tensor) -> int:
     """Return a number that a write to the tensor changes; a compiler sees the writes itself."""
-    if isinstance(x, QuantisedRows):
-        x = x.codes
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 

@@ -6,6 +6,7 @@ Each rewrite computes what diffusers' forward computes. What a fused part comput
 
 from __future__ import annotations
 
+import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
@@ -104,7 +105,8 @@ class Attention(Rewrite):
     Args:
         rotates: norm and rotation of queries and keys in one op, where there are rotary tables.
         norms: each norm in one op, where there are none.
-        quantises: rows quantised by the op when compiled too, before an fp8 output projection.
+        quantises: before an fp8 output projection, rows are quantised by the op when compiled too:
+            nothing is there that a compiler could fuse the quantisation with.
     """
 
     rotates = False
@@ -140,7 +142,7 @@ class Attention(Rewrite):
         )
         out = out.flatten(2, 3).type_as(query)
         last = attn.to_out[0]
-        if self.quantises and is_fp8(last):
+        if self.quantises and torch.compiler.is_compiling() and is_fp8(last):
             out = QuantisedRows(*row_quantise_fp8(out, last.floor), out.dtype)
         projected: Tensor = attn.to_out[1](last(out))
         return projected
