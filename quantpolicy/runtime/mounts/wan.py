@@ -6,7 +6,6 @@ Each rewrite computes what diffusers' forward computes. What a fused part comput
 
 from __future__ import annotations
 
-import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
@@ -19,9 +18,8 @@ from quantpolicy.kernels.qk_norm_rope_across_heads import (
 )
 from quantpolicy.kernels.quantised_rows import QuantisedRows
 from quantpolicy.kernels.rms_norm import rms_norm
-from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8
 from quantpolicy.kernels.token_rows import full_vector
-from quantpolicy.runtime.mounts.feed_forward import is_fp8, read_codes
+from quantpolicy.runtime.mounts.feed_forward import read_codes
 from quantpolicy.runtime.mounts.site import Part, Rewrite
 
 Rotary = tuple[Tensor, Tensor]
@@ -105,13 +103,10 @@ class Attention(Rewrite):
     Args:
         rotates: norm and rotation of queries and keys in one op, where there are rotary tables.
         norms: each norm in one op, where there are none.
-        quantises: before an fp8 output projection, rows are quantised by the op when compiled too:
-            nothing is there that a compiler could fuse the quantisation with.
     """
 
     rotates = False
     norms = False
-    quantises = False
 
     def __call__(
         self: Part,
@@ -141,10 +136,7 @@ class Attention(Rewrite):
             parallel_config=self._parallel_config if encoder_hidden_states is None else None,
         )
         out = out.flatten(2, 3).type_as(query)
-        last = attn.to_out[0]
-        if self.quantises and torch.compiler.is_compiling() and is_fp8(last):
-            out = QuantisedRows(*row_quantise_fp8(out, last.floor), out.dtype)
-        projected: Tensor = attn.to_out[1](last(out))
+        projected: Tensor = attn.to_out[1](attn.to_out[0](out))
         return projected
 
     def _prepare(

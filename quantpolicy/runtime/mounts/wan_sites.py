@@ -11,7 +11,7 @@ from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanTransformerBlock
 from torch import nn
 
-from quantpolicy.runtime.mounts.feed_forward import is_fp8, read_codes
+from quantpolicy.runtime.mounts.feed_forward import read_codes
 from quantpolicy.runtime.mounts.site import (
     Part,
     Site,
@@ -87,21 +87,6 @@ def _cross_norms_site(name: str, block: Part) -> tuple[Site, str]:
     return Site(f"{name}.attn2", attn.processor, Attention, "norms"), reason
 
 
-def find_row_quantise_fp8(model: nn.Module) -> Sites:
-    """Return the attention processors before an fp8 output projection."""
-    found: list[Site] = []
-    rejected: list[tuple[str, str]] = []
-    for name, block in _blocks(model):
-        for part in ("attn1", "attn2"):
-            attn = getattr(block, part)
-            if attn.add_k_proj is not None or not is_fp8(attn.to_out[0]):
-                continue
-            if reason := _why_not_attention(attn) or why_not_bypassed(attn.to_out[0]):
-                rejected.append((f"{name}.{part}", reason))
-            found.append(Site(f"{name}.{part}", attn.processor, Attention, "quantises"))
-    return Sites(tuple(found), tuple(rejected))
-
-
 def _why_not_attention(attn: Part) -> str:
     if former_class(attn.processor) is not WanAttnProcessor:
         return f"its attention processor is a {type(attn.processor).__name__}"
@@ -122,5 +107,4 @@ FINDERS: dict[str, Callable[[nn.Module], Sites]] = {
     "layer_norm_fp8": lambda model: _find(model, _quantises_site),
     "qk_norm_rope_across_heads": lambda model: _find(model, _rotates_site),
     "rms_norm": lambda model: _find(model, _cross_norms_site),
-    "row_quantise_fp8": find_row_quantise_fp8,
 }
