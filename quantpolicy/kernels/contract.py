@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +20,10 @@ from quantpolicy.kernels.registry import (
     declines,
     define_op,
     op_names,
+    wants_gradient,
     why_no_triton,
 )
+from quantpolicy.kernels.replay import Replay, describe, watched
 from quantpolicy.ops import OPS
 from quantpolicy.schemes import Contract
 
@@ -34,7 +36,9 @@ AUTOCAST = "autocast decides the dtypes"
 _LOGGER = logging.getLogger(__name__)
 _CALLS: Counter[str] = Counter()
 _VERIFIED: Counter[str] = Counter()
-_VERDICTS: dict[tuple[str, Hashable], bool] = {}
+_ACCEPTED: dict[str, dict[Hashable, Replay | None]] = {}
+_REFUSED: set[tuple[str, Hashable]] = set()
+_UNSEEN: Any = object()
 
 Implementation = Callable[..., object]
 
@@ -98,11 +102,6 @@ def on_cpu(name: str, reference: Implementation) -> Implementation:
     return implementation
 
 
-def wants_gradient(args: tuple[object, ...]) -> bool:
-    """Return whether any tensor among the arguments requires a gradient."""
-    return any(isinstance(argument, Tensor) and argument.requires_grad for argument in args)
-
-
 def lossless(
     name: str,
     kernel: Implementation,
@@ -116,21 +115,7 @@ def lossless(
         reference: the same in plain torch, the chain that is replaced.
         why_not: the predicate: why the kernel cannot take these arguments, "" when it can.
     """
-
-    def implementation(*args: object) -> object:
-        key = (name, signature(args))
-        verdict = _VERDICTS.get(key)
-        if verdict:
-            _CALLS[name] += 1
-            return kernel(*args)
-        reason = UNEQUAL if verdict is False else why_no_triton(name) or why_not(*args)
-        if reason:
-            return declined(name, reason, reference, args)
-        if is_capturing(args):
-            return declined(name, CAPTURING, reference, args)
-        return _verify(key, kernel, reference, args)
-
-    return implementation
+    return _implementation(name, kernel, reference, why_not, verifies=True)
 
 
 def relaxed(
@@ -143,17 +128,45 @@ def relaxed(
 
     The predicate is asked once a signature that it accepts.
     """
-    accepted: set[Hashable] = set()
+    return _implementation(name, kernel, reference, why_not, verifies=False)
+
+
+def _implementation(
+    name: str,
+    kernel: Implementation,
+    reference: Implementation,
+    why_not: Callable[..., str],
+    *,
+    verifies: bool,
+) -> Implementation:
+    accepted: dict[Hashable, Replay | None] = {}
+    _ACCEPTED[name] = accepted
 
     def implementation(*args: object) -> object:
-        key = signature(args)
-        if key not in accepted:
-            reason = why_no_triton(name) or why_not(*args)
-            if reason:
-                return declined(name, reason, reference, args)
-            accepted.add(key)
-        _CALLS[name] += 1
-        return kernel(*args)
+        key, addresses = describe(args)
+        replay = accepted.get(key, _UNSEEN)
+        if replay is not _UNSEEN:
+            _CALLS[name] += 1
+            return kernel(*args) if replay is None else replay(addresses)
+        reason = UNEQUAL if (name, key) in _REFUSED else why_no_triton(name) or why_not(*args)
+        if reason:
+            return declined(name, reason, reference, args)
+        if not verifies:
+            result, accepted[key] = watched(kernel, args)
+            _CALLS[name] += 1
+            return result
+        if is_capturing(args):
+            return declined(name, CAPTURING, reference, args)
+        expected = reference(*args)
+        found, replay = watched(kernel, args)
+        _VERIFIED[name] += 1
+        if _same_results(found, expected):
+            accepted[key] = replay
+        else:
+            _REFUSED.add((name, key))
+            decline(name, UNEQUAL)
+            _LOGGER.warning("%s is %s: %s; it stays eager there.", name, UNEQUAL, key)
+        return expected
 
     return implementation
 
@@ -169,44 +182,15 @@ def count_call(name: str) -> None:
     _CALLS[name] += 1
 
 
-def signature(args: tuple[object, ...]) -> Hashable:
-    """Return what a verdict depends on: shapes, strides, dtypes, devices and plain values."""
-    return tuple(_describe(argument) for argument in args)
-
-
-def _describe(argument: object) -> Hashable:
-    if isinstance(argument, Tensor):
-        return (argument.shape, argument.stride(), argument.dtype, argument.device)
-    if isinstance(argument, (list, tuple)):
-        return tuple(_describe(item) for item in argument)
-    assert isinstance(argument, Hashable)
-    return argument
-
-
 def is_capturing(args: tuple[object, ...]) -> bool:
     """Return whether a CUDA graph is being captured on the stream of these tensors."""
     on_gpu = any(isinstance(argument, Tensor) and argument.is_cuda for argument in args)
     return on_gpu and torch.cuda.is_current_stream_capturing()
 
 
-def _verify(
-    key: tuple[str, Hashable],
-    kernel: Implementation,
-    reference: Implementation,
-    args: tuple[object, ...],
-) -> object:
-    expected = reference(*args)
-    equal = all(
-        same_bits(one, other)
-        for one, other in zip(_tensors(kernel(*args)), _tensors(expected), strict=True)
-    )
-    name = key[0]
-    _VERDICTS[key] = equal
-    _VERIFIED[name] += 1
-    if not equal:
-        decline(name, UNEQUAL)
-        _LOGGER.warning("%s is %s: %s; it stays eager there.", name, UNEQUAL, key[1])
-    return expected
+def _same_results(found: object, expected: object) -> bool:
+    pairs = zip(_tensors(found), _tensors(expected), strict=True)
+    return all(same_bits(one, other) for one, other in pairs)
 
 
 def _tensors(result: object) -> tuple[Tensor, ...]:
@@ -238,7 +222,7 @@ def op_counts() -> dict[str, OpCounts]:
         name: OpCounts(
             _CALLS[name],
             _VERIFIED[name],
-            sum(not equal for (op, _), equal in _VERDICTS.items() if op == name),
+            sum(op == name for op, _ in _REFUSED),
             {reason: count for (op, reason), count in turned_down.items() if op == name},
         )
         for name in known
@@ -248,5 +232,8 @@ def op_counts() -> dict[str, OpCounts]:
 
 def forget_verdicts(name: str = "") -> None:
     """Forget the verdicts of one op, or of all: the next use of a signature verifies again."""
-    for key in [key for key in _VERDICTS if not name or key[0] == name]:
-        del _VERDICTS[key]
+    for op, accepted in _ACCEPTED.items():
+        if name in ("", op):
+            accepted.clear()
+    for refused in [each for each in _REFUSED if name in ("", each[0])]:
+        _REFUSED.discard(refused)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantpolicy.kernels.registry import HAS_TRITON, decline, define_op, why_no_triton
+from quantpolicy.kernels.registry import HAS_TRITON, decline, define_op, direct, why_no_triton
 from quantpolicy.kernels.row_quantise_fp8 import fp8_rows, row_quantise_fp8_reference
 from quantpolicy.kernels.rows import flat_rows
 from quantpolicy.kernels.scaled_gemm import capability, scaled_gemm
@@ -103,7 +103,7 @@ def _cuda(
         return fp8_linear_reference(x, weight, weight_scale, bias, floor)
     rows, scale = fp8_rows(x, floor)
     out = multiply_rows(rows, scale, weight, weight_scale, bias, x.dtype)
-    return out.view(*x.shape[:-1], weight.shape[0])
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
 
 
 def _gemm_cuda(
@@ -154,11 +154,15 @@ def prefers_triton(rows: Tensor, weight: Tensor) -> bool:
     )
 
 
-fp8_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor] = define_op(  # type: ignore[assignment]
-    f"{_NAME}(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, float floor) -> Tensor",
-    cpu=_cpu,
-    cuda=_cuda,
-    fake=_fake,
+fp8_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor] = direct(
+    define_op(
+        f"{_NAME}(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, float floor)"
+        " -> Tensor",
+        cpu=_cpu,
+        cuda=_cuda,
+        fake=_fake,
+    ),
+    _cuda,
 )
 
 fp8_gemm: Callable[..., Tensor] = define_op(  # type: ignore[assignment]

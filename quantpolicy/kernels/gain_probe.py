@@ -7,7 +7,8 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-from quantpolicy.kernels.contract import is_capturing, signature
+from quantpolicy.kernels.contract import is_capturing
+from quantpolicy.kernels.replay import signature
 
 NO_GAIN = "the epilogue is no faster for this signature"
 

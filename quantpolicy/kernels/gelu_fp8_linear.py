@@ -19,13 +19,10 @@ from quantpolicy.kernels.contract import define_fusion
 from quantpolicy.kernels.fp8_linear import fp8_linear, multiply_rows
 from quantpolicy.kernels.keyed_launch import keyed_launch
 from quantpolicy.kernels.registry import HAS_TRITON
+from quantpolicy.kernels.replay import remembered
 from quantpolicy.kernels.rotary import HALF_DTYPES
-from quantpolicy.kernels.row_quantise_fp8 import (
-    REGISTER_COLUMNS,
-    rounded_floor,
-    row_warps,
-    split_columns,
-)
+from quantpolicy.kernels.row_launch import REGISTER_COLUMNS, row_warps, split_columns
+from quantpolicy.kernels.row_quantise_fp8 import rounded_floor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -153,6 +150,7 @@ if HAS_TRITON:
             tl.store(q_row + cols_b, fp8_codes(b, scale, EXACT_DIVISION), mask=cols_b < K)
 
 
+@remembered
 def gelu_quantise(x: Tensor, head: Tensor | None, floor: float) -> tuple[Tensor, Tensor]:
     """Run the Triton kernel, one program a row: codes [M, K] and scales [M, 1]."""
     width = 0 if head is None else head.shape[-1]

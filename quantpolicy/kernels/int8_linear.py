@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantpolicy.kernels.registry import decline, define_op, why_no_triton
+from quantpolicy.kernels.registry import decline, define_op, direct, why_no_triton
 from quantpolicy.kernels.row_quantise_int8 import int8_rows, row_quantise_int8_reference
 from quantpolicy.kernels.rows import flat_rows
 from quantpolicy.kernels.scaled_gemm import scaled_gemm
@@ -64,7 +64,7 @@ def _cuda(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) 
         return int8_linear_reference(x, weight, weight_scale, bias)
     rows, scale = int8_rows(x)
     out = _gemm_cuda(rows, scale, weight, weight_scale, bias, x.dtype)
-    return out.view(*x.shape[:-1], weight.shape[0])
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
 
 
 def _gemm_cpu(
@@ -119,11 +119,14 @@ def _int_mm(codes: Tensor, weight: Tensor) -> Tensor:
     return torch._int_mm(codes, weight.t())[:m, :n]
 
 
-int8_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = define_op(  # type: ignore[assignment]
-    f"{_NAME}(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias) -> Tensor",
-    cpu=int8_linear_reference,
-    cuda=_cuda,
-    fake=_fake,
+int8_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = direct(
+    define_op(
+        f"{_NAME}(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias) -> Tensor",
+        cpu=int8_linear_reference,
+        cuda=_cuda,
+        fake=_fake,
+    ),
+    _cuda,
 )
 
 int8_gemm: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, torch.dtype], Tensor] = (

@@ -27,15 +27,14 @@ def keyed_launch(
         kernel: a ``triton.jit`` function.
         args: all its arguments in order, compile-time ones included.
         free: positions of integers that the kernel does not specialise on, each below 2**31.
-        options: launch options that the other arguments decide.
+        options: launch options, those that the other arguments decide included.
     """
-    key: list[object] = [kernel]
+    key: list[object] = [kernel, *options.values()]
     for position, argument in enumerate(args):
         if isinstance(argument, Tensor):
-            key.append(argument.dtype)
-            key.append(is_aligned(argument))
+            key.append((argument.dtype, is_aligned(argument)))
         elif position not in free:
-            key.append(argument)
+            key.append((type(argument), argument))
     first = args[0]
     assert isinstance(first, Tensor)
     launch(kernel, (*grid, 1), args, options, device=first.device, key=tuple(key))

@@ -2,19 +2,48 @@
 
 Triton inspects every argument at every launch, which costs more than the launch itself. A caller
 that knows what decides the compiled kernel passes it as a key, and later launches go straight to
-that kernel.
+that kernel. What a launch was made of can be noted, so that it can be repeated; see ``replay``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
+
+from quantpolicy.kernels.registry import HAS_TRITON
+
+if HAS_TRITON:
+    from triton import knobs
 
 ALIGNMENT_BYTES = 16
 
 _COMPILED: dict[Hashable, Any] = {}
+
+# Missing where torch has no CUDA, and there never called.
+current_device = getattr(torch._C, "_cuda_getDevice", None)
+raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+class Launch(NamedTuple):
+    """One launch: the compiled kernel, None in the interpreter, and what it was given."""
+
+    compiled: Any
+    grid: tuple[int, int, int]
+    arguments: tuple[Any, ...]
+    device_index: int | None
+
+
+class _Notes(threading.local):
+    """The launches of one thread that are collected, None when they are not."""
+
+    launches: list[Launch] | None = None
+
+
+_NOTES = _Notes()
 
 
 def launch(
@@ -34,27 +63,73 @@ def launch(
         key: everything that Triton would specialise on: dtypes, compile-time values, options, the
             alignment of pointers, the divisibility and width of integers; None when it is unknown.
     """
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            _launch_here(kernel, grid, arguments, options, (key, device.index) if key else None)
-    else:
-        _launch_here(kernel, grid, arguments, options, (key, device.index) if key else None)
-
-
-def _launch_here(
-    kernel: Any,
-    grid: tuple[int, int, int],
-    arguments: tuple[Any, ...],
-    options: dict[str, Any],
-    key: Hashable,
-) -> None:
-    compiled = _COMPILED.get(key) if key else None
+    full_key = None if key is None else (key, device.index)
+    compiled = None if key is None else _COMPILED.get(full_key)
     if compiled is not None:
-        compiled[grid](*arguments)
+        launch_compiled(compiled, grid, device.index, arguments)
+    else:
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                compiled = kernel[grid](*arguments, **options)
+        else:
+            compiled = kernel[grid](*arguments, **options)
+        if key is not None and compiled is not None:
+            _COMPILED[full_key] = compiled
+        _note(compiled, grid, device.index, arguments)
+
+
+def launch_compiled(
+    compiled: Any, grid: tuple[int, int, int], device_index: int | None, arguments: tuple[Any, ...]
+) -> None:
+    """Run a compiled kernel on the current stream of a device; pointers may be plain addresses.
+
+    What Triton's own ``compiled[grid](...)`` does, without its look-ups of device and stream.
+    Where a profiler has set launch hooks, Triton's own way is taken.
+    """
+    if device_index != current_device():  # type: ignore[misc]
+        with torch.cuda.device(device_index):
+            launch_compiled(compiled, grid, device_index, arguments)
         return
-    compiled = kernel[grid](*arguments, **options)
-    if key and compiled is not None:
-        _COMPILED[key] = compiled
+    runtime = knobs.runtime
+    if _has_hook(runtime.launch_enter_hook) or _has_hook(runtime.launch_exit_hook):
+        compiled[grid](*arguments)
+    else:
+        compiled.run(
+            *grid,
+            raw_stream(device_index),  # type: ignore[misc]
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+            *arguments,
+        )
+    _note(compiled, grid, device_index, arguments)
+
+
+def _note(
+    compiled: Any, grid: tuple[int, int, int], device_index: int | None, arguments: tuple[Any, ...]
+) -> None:
+    if _NOTES.launches is not None:
+        _NOTES.launches.append(Launch(compiled, grid, arguments, device_index))
+
+
+def _has_hook(hook: Any) -> bool:
+    """Return whether a hook, or a chain of hooks as Triton keeps them, does anything."""
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
+@contextmanager
+def noted_launches() -> Iterator[list[Launch]]:
+    """Collect every launch that this thread makes, those of an inner collection included."""
+    outer, launches = _NOTES.launches, list[Launch]()
+    _NOTES.launches = launches
+    try:
+        yield launches
+    finally:
+        _NOTES.launches = outer
+        if outer is not None:
+            outer.extend(launches)
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:

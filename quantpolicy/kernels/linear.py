@@ -107,9 +107,15 @@ class FusedLinear(nn.Linear):
             if self.scheme is Scheme.FP8:
                 return traced_fp8_linear(x, self.qdata, self.scale, self.bias, self.floor)
             return traced_int8_linear(x, self.qdata, self.scale, self.bias)
+        qdata, scale, bias = self._operands()
         if self.scheme is Scheme.FP8:
-            return fp8_linear(x, self.qdata, self.scale, self.bias, self.floor)
-        return int8_linear(x, self.qdata, self.scale, self.bias)
+            return fp8_linear(x, qdata, scale, bias, self.floor)
+        return int8_linear(x, qdata, scale, bias)
+
+    def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return data, scales and bias; an attribute of a module costs more than these look-ups."""
+        buffers: Any = self._buffers
+        return buffers["qdata"], buffers["scale"], self._parameters["bias"]
 
     def extra_repr(self) -> str:
         """Return the sizes and the scheme."""

@@ -11,8 +11,12 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import TypeVar, cast
 
 import torch
+from torch import Tensor
+
+Result = TypeVar("Result")
 
 HAS_TRITON = find_spec("triton") is not None
 DISABLE_VARIABLE = "QUANTPOLICY_DISABLE"
@@ -45,6 +49,33 @@ def define_op(
     _NAMES.append(name)
     overload: Callable[..., object] = getattr(torch.ops.quantpolicy, name).default
     return overload
+
+
+def direct(op: Callable[..., object], cuda: Callable[..., Result]) -> Callable[..., Result]:
+    """Return a function that calls an op, on CUDA its implementation without the dispatcher.
+
+    The dispatcher's cost shows at small shapes. It stays for compiled and fake calls, for a CPU,
+    for tensor subclasses, and where a gradient is wanted. Arguments by position, a tensor first.
+
+    Args:
+        op: what ``define_op`` returned.
+        cuda: the implementation on CUDA that it was given.
+    """
+
+    def call(*args: object) -> Result:
+        first = args[0]
+        if torch.compiler.is_compiling() or type(first) is not Tensor or not first.is_cuda:
+            return cast("Result", op(*args))
+        if torch.is_grad_enabled() and wants_gradient(args):
+            return cast("Result", op(*args))
+        return cuda(*args)
+
+    return call
+
+
+def wants_gradient(args: tuple[object, ...]) -> bool:
+    """Return whether any tensor among the arguments requires a gradient."""
+    return any(isinstance(argument, Tensor) and argument.requires_grad for argument in args)
 
 
 def op_names() -> tuple[str, ...]:

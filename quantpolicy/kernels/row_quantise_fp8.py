@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantpolicy.kernels.launch import is_aligned, launch
-from quantpolicy.kernels.registry import HAS_TRITON, decline, define_op, why_no_triton
-from quantpolicy.kernels.rows import as_rows, flat_rows, row_scales_like
+from quantpolicy.kernels.registry import HAS_TRITON, decline, define_op, direct, why_no_triton
+from quantpolicy.kernels.replay import remembered
+from quantpolicy.kernels.row_launch import launch_rows, row_amax_reference
+from quantpolicy.kernels.rows import flat_rows, row_scales_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 E4M3_MAX = 448.0
 FP16_TINY = 2.0**-14
-REGISTER_COLUMNS = 32768
 _FAST_DIVISION_FLOOR = 1e-30
 _NAME = "row_quantise_fp8"
 
@@ -70,29 +70,14 @@ def _has_e4m3(device: torch.device) -> bool:
 
 @functools.cache
 def rounded_floor(floor: float, dtype: torch.dtype) -> float:
-    """Return the floor as the activation dtype holds it; fp16, which underflows, keeps it."""
+    """Return the floor as the activation dtype holds it; fp16, which underflows, keeps it.
+
+    Hidden from modes that watch or fake what runs: no part of the data's computation.
+    """
     if dtype is torch.float16:
         return floor
-    return float(torch.tensor(floor, dtype=dtype))
-
-
-def row_amax_reference(x: Tensor) -> Tensor:
-    """Return the largest magnitude of each row, [..., 1], 0 for a row of no columns."""
-    if x.shape[-1] == 0:
-        return x.new_zeros((*x.shape[:-1], 1))
-    return x.abs().amax(dim=-1, keepdim=True)
-
-
-def split_columns(columns: int) -> tuple[int, int]:
-    """Return two powers of two that cover a row: the largest within it, and the rest (0: none)."""
-    first = 1 << (columns.bit_length() - 1)
-    rest = columns - first
-    return first, 1 << (rest - 1).bit_length() if rest else 0
-
-
-def row_warps(columns: int) -> int:
-    """Return the warps of a program that holds one row in registers, about 100 values a thread."""
-    return max(2 if columns > 2048 else 1, (1 << (columns - 1).bit_length()) // 4096)
+    with torch._C._DisableTorchDispatch():
+        return float(torch.tensor(floor, dtype=dtype))
 
 
 if HAS_TRITON:
@@ -161,39 +146,27 @@ if HAS_TRITON:
             tl.store(q_row + start + cols, codes, mask=start + cols < K)
 
 
+@remembered
 def launch_row_quantise_fp8(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """Run the Triton kernel and return codes [M, K] and scales [M, 1] of all rows of ``x``."""
-    rows = as_rows(x)
-    total, columns = rows.total, rows.columns
-    q = torch.empty((total, columns), dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty((total, 1), dtype=torch.float32, device=x.device)
-    if total == 0 or columns == 0:
-        return q, scale.fill_(floor / E4M3_MAX)
-    exact = x.dtype is torch.float32 or floor < _FAST_DIVISION_FLOOR
-    arguments: tuple[object, ...] = (
-        rows.data,
-        q,
-        scale,
-        rows.inner,
-        rows.outer_stride,
-        rows.inner_stride,
-        rounded_floor(floor, x.dtype),
+    return launch_rows(
+        _row_quantise_fp8_kernel,
+        _row_quantise_fp8_long_kernel,
+        x,
+        torch.float8_e4m3fn,
+        scalars=(rounded_floor(floor, x.dtype),),
+        flags=(x.dtype is torch.float32 or floor < _FAST_DIVISION_FLOOR,),
+        empty_scale=floor / E4M3_MAX,
+        enable_fp_fusion=True,
     )
-    if columns > REGISTER_COLUMNS:
-        options = {"num_warps": 8}
-        arguments = (*arguments, columns, 8192, exact)
-        launch(_row_quantise_fp8_long_kernel, (total, 1, 1), arguments, options, device=x.device)
-        return q, scale
-    key = (_NAME, x.dtype, columns, exact, is_aligned(rows.data)) if rows.is_dense else None
-    options = {"num_warps": row_warps(columns)}
-    arguments = (*arguments, columns, *split_columns(columns), exact)
-    launch(_row_quantise_fp8_kernel, (total, 1, 1), arguments, options, device=x.device, key=key)
-    return q, scale
 
 
-row_quantise_fp8: Callable[[Tensor, float], tuple[Tensor, Tensor]] = define_op(  # type: ignore[assignment]
-    f"{_NAME}(Tensor x, float floor) -> (Tensor, Tensor)",
-    cpu=row_quantise_fp8_reference,
-    cuda=_cuda,
-    fake=_fake,
+row_quantise_fp8: Callable[[Tensor, float], tuple[Tensor, Tensor]] = direct(
+    define_op(
+        f"{_NAME}(Tensor x, float floor) -> (Tensor, Tensor)",
+        cpu=row_quantise_fp8_reference,
+        cuda=_cuda,
+        fake=_fake,
+    ),
+    _cuda,
 )

@@ -13,15 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantpolicy.kernels.launch import is_aligned, launch
-from quantpolicy.kernels.registry import HAS_TRITON, decline, define_op, why_no_triton
-from quantpolicy.kernels.row_quantise_fp8 import (
-    REGISTER_COLUMNS,
-    row_amax_reference,
-    row_warps,
-    split_columns,
-)
-from quantpolicy.kernels.rows import as_rows, flat_rows, row_scales_like
+from quantpolicy.kernels.registry import HAS_TRITON, decline, define_op, direct, why_no_triton
+from quantpolicy.kernels.replay import remembered
+from quantpolicy.kernels.row_launch import launch_rows, row_amax_reference
+from quantpolicy.kernels.rows import flat_rows, row_scales_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,37 +116,25 @@ if HAS_TRITON:
             )
 
 
+@remembered
 def launch_row_quantise_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Run the Triton kernel and return codes [M, K] and scales [M, 1] of all rows of ``x``."""
-    rows = as_rows(x)
-    total, columns = rows.total, rows.columns
-    q = torch.empty((total, columns), dtype=torch.int8, device=x.device)
-    scale = torch.empty((total, 1), dtype=torch.float32, device=x.device)
-    if total == 0 or columns == 0:
-        return q, scale.fill_(INT8_EPS)
-    arguments: tuple[object, ...] = (
-        rows.data,
-        q,
-        scale,
-        rows.inner,
-        rows.outer_stride,
-        rows.inner_stride,
+    return launch_rows(
+        _row_quantise_int8_kernel,
+        _row_quantise_int8_long_kernel,
+        x,
+        torch.int8,
+        empty_scale=INT8_EPS,
+        enable_fp_fusion=False,
     )
-    if columns > REGISTER_COLUMNS:
-        options = {"num_warps": 8, "enable_fp_fusion": False}
-        arguments = (*arguments, columns, 8192)
-        launch(_row_quantise_int8_long_kernel, (total, 1, 1), arguments, options, device=x.device)
-        return q, scale
-    key = (_NAME, x.dtype, columns, is_aligned(rows.data)) if rows.is_dense else None
-    options = {"num_warps": row_warps(columns), "enable_fp_fusion": False}
-    arguments = (*arguments, columns, *split_columns(columns))
-    launch(_row_quantise_int8_kernel, (total, 1, 1), arguments, options, device=x.device, key=key)
-    return q, scale
 
 
-row_quantise_int8: Callable[[Tensor], tuple[Tensor, Tensor]] = define_op(  # type: ignore[assignment]
-    f"{_NAME}(Tensor x) -> (Tensor, Tensor)",
-    cpu=row_quantise_int8_reference,
-    cuda=_cuda,
-    fake=_fake,
+row_quantise_int8: Callable[[Tensor], tuple[Tensor, Tensor]] = direct(
+    define_op(
+        f"{_NAME}(Tensor x) -> (Tensor, Tensor)",
+        cpu=row_quantise_int8_reference,
+        cuda=_cuda,
+        fake=_fake,
+    ),
+    _cuda,
 )

@@ -28,11 +28,6 @@ class Rows(NamedTuple):
     inner_stride: int
     columns: int
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether the rows follow each other without a gap."""
-        return self.outer_stride == 0 and self.inner_stride == self.columns
-
 
 def as_rows(x: Tensor) -> Rows:
     """View ``x`` as rows, copying only a tensor whose rows are not contiguous or not regular.

@@ -16,6 +16,7 @@ from torch import Tensor
 from quantpolicy.kernels.gemm_tiles import Tiles, choose_tiles
 from quantpolicy.kernels.launch import ALIGNMENT_BYTES, is_aligned, launch
 from quantpolicy.kernels.registry import HAS_TRITON
+from quantpolicy.kernels.replay import remembered
 
 if HAS_TRITON:
     import triton
@@ -172,6 +173,19 @@ def scaled_gemm(
         x: [M, K] int8 or e4m3. weight: [N, K] of the same dtype.
         x_scale: [M] or [M, 1] fp32. w_scale: [N] or [N, 1] fp32. bias: [N]. Result: [M, N].
     """
+    return _multiply(x, x_scale, weight, w_scale, bias, dtype, tiles)
+
+
+@remembered
+def _multiply(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    w_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    tiles: Tiles | None,
+) -> Tensor:
     x, weight, x_scale, w_scale = (t.contiguous() for t in (x, weight, x_scale, w_scale))
     bias = None if bias is None else bias.contiguous()
     (m, k), n = x.shape, weight.shape[0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantpolicy.kernels.registry import HAS_TRITON
-from quantpolicy.kernels.row_quantise_fp8 import row_warps, split_columns
+from quantpolicy.kernels.row_launch import row_warps, split_columns
 
 MAX_COLUMNS = 16384
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

@@ -67,6 +67,9 @@ class JoinedLinear(FusedLinear):
         joined = self.leader.joined_bias
         return None if joined is None else joined[self.start : self.stop]
 
+    def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.qdata, self.scale, self.bias
+
     def forward(self, x: Tensor | QuantisedRows) -> Tensor:
         """Return ``x @ weight.T + bias``; see ``FusedLinear``."""
         leader = self.leader
@@ -135,6 +138,10 @@ class _Whole:
     @property
     def bias(self) -> Tensor | None:
         return self.leader.joined_bias
+
+    def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        buffers: Any = self.leader._buffers
+        return tuple(buffers[name] for name in _STORED)
 
     def __call__(self, x: Tensor | QuantisedRows) -> Tensor:
         return FusedLinear.forward(self, x)  # type: ignore[arg-type]

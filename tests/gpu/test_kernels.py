@@ -321,11 +321,15 @@ def test_opcheck(kind: str) -> None:
     x = torch.randn(33, 96, device="cuda", dtype=torch.bfloat16)
     weight = linear.weight
     if kind == "fp8":
-        torch.library.opcheck(row_quantise_fp8, (x, FLOOR))
+        torch.library.opcheck(torch.ops.quantpolicy.row_quantise_fp8.default, (x, FLOOR))
         arguments = (x, weight.qdata, weight.scale, linear.bias, FLOOR)
         # torch cannot look for mutation of e4m3 arguments.
         checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-        torch.library.opcheck(fp8_linear, arguments, test_utils=checks)
+        torch.library.opcheck(
+            torch.ops.quantpolicy.fp8_linear.default, arguments, test_utils=checks
+        )
     else:
-        torch.library.opcheck(row_quantise_int8, (x,))
-        torch.library.opcheck(int8_linear, (x, weight.qdata, weight.scale, linear.bias))
+        torch.library.opcheck(torch.ops.quantpolicy.row_quantise_int8.default, (x,))
+        torch.library.opcheck(
+            torch.ops.quantpolicy.int8_linear.default, (x, weight.qdata, weight.scale, linear.bias)
+        )

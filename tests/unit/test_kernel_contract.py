@@ -14,9 +14,9 @@ from quantpolicy.kernels.contract import (
     op_counts,
     relaxed,
     same_bits,
-    signature,
 )
 from quantpolicy.kernels.registry import DISABLE_VARIABLE, is_disabled
+from quantpolicy.kernels.replay import signature
 
 
 def double(x: Tensor) -> Tensor:

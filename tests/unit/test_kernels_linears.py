@@ -152,7 +152,7 @@ def test_opcheck(shape: tuple[int, ...]) -> None:
     for added in (None, bias):
         # torch cannot look for mutation of e4m3 arguments.
         torch.library.opcheck(
-            fp8_linear,
+            torch.ops.quantpolicy.fp8_linear.default,
             (x, fp8.qdata, fp8.scale, added, FLOOR),
             test_utils=(
                 "test_autograd_registration",
@@ -160,4 +160,6 @@ def test_opcheck(shape: tuple[int, ...]) -> None:
                 "test_aot_dispatch_dynamic",
             ),
         )
-        torch.library.opcheck(int8_linear, (x, int8.qdata, int8.scale, added))
+        torch.library.opcheck(
+            torch.ops.quantpolicy.int8_linear.default, (x, int8.qdata, int8.scale, added)
+        )

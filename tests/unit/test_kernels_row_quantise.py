@@ -6,11 +6,10 @@ import pytest
 import torch
 from torchao.quantization import Float8Tensor, Int8Tensor, PerRow
 
+from quantpolicy.kernels.row_launch import row_warps, split_columns
 from quantpolicy.kernels.row_quantise_fp8 import (
     rounded_floor,
     row_quantise_fp8,
-    row_warps,
-    split_columns,
 )
 from quantpolicy.kernels.row_quantise_int8 import row_quantise_int8
 
@@ -116,8 +115,8 @@ def test_results_are_contiguous_and_new() -> None:
 @pytest.mark.parametrize("shape", [(5, 48), (0, 48), (2, 3, 32)])
 def test_opcheck(shape: tuple[int, ...]) -> None:
     x = rows(shape, torch.bfloat16)
-    torch.library.opcheck(row_quantise_fp8, (x, FLOOR))
-    torch.library.opcheck(row_quantise_int8, (x,))
+    torch.library.opcheck(torch.ops.quantpolicy.row_quantise_fp8.default, (x, FLOOR))
+    torch.library.opcheck(torch.ops.quantpolicy.row_quantise_int8.default, (x,))
 
 
 def test_compiled_code_keeps_the_number_of_rows_open() -> None:

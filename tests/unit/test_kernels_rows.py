@@ -47,13 +47,6 @@ def test_rows_are_found_where_they_are(name: str) -> None:
         assert (as_rows(x).data.data_ptr() == x.data_ptr()) is without_copy
 
 
-def test_only_rows_without_gaps_are_dense() -> None:
-    assert as_rows(BASE).is_dense
-    assert not as_rows(BASE[..., :4]).is_dense
-    assert not as_rows(BASE[0, 0, :1].expand(4, 8)).is_dense
-    assert as_rows(BASE[0].transpose(1, 2)).is_dense
-
-
 def test_flat_rows_keeps_an_empty_input() -> None:
     assert flat_rows(torch.empty(2, 0, 8)).shape == (0, 8)
     assert flat_rows(torch.empty(2, 3, 0)).shape == (6, 0)
