@@ -11,15 +11,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchao.quantization import PerRow
 
 from quantpolicy.errors import KernelMountError
 from quantpolicy.kernels.fp8_linear import fp8_gemm, fp8_linear
 from quantpolicy.kernels.int8_linear import int8_linear
 from quantpolicy.kernels.quantised_rows import QuantisedRows
+from quantpolicy.kernels.stored_scheme import scheme_of
 from quantpolicy.kernels.traced import traced_fp8_linear, traced_int8_linear
 from quantpolicy.schemes import Scheme
 
 _EXTRA = "extra_"
+_OWN = (
+    "name",
+    "scheme",
+    "floor",
+    "_former",
+    "_weight_class",
+    "_weight_attributes",
+    "_extra_names",
+)
 
 
 class FusedLinear(nn.Linear):
@@ -50,7 +61,7 @@ class FusedLinear(nn.Linear):
             KernelMountError: if the weight is quantised in another way; nothing is changed.
         """
         weight: Any = linear.weight
-        scheme = _scheme_of(weight, name)
+        scheme = _checked_scheme(weight, name)
         former = type(linear)
         del linear.weight
         linear.__class__ = cls
@@ -67,6 +78,8 @@ class FusedLinear(nn.Linear):
             delattr(self, item)
         linear: nn.Linear = self
         linear.__class__ = self._former
+        for item in _OWN:
+            delattr(linear, item)
         bias = linear._parameters.pop("bias")
         linear.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
         linear.register_parameter("bias", bias)
@@ -121,7 +134,12 @@ class FusedLinear(nn.Linear):
         """Return the sizes and the scheme."""
         return f"{self.in_features}, {self.out_features}, scheme={self.scheme.value}"
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedLinear:
+    def refuse_cast(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Refuse what ``_apply`` is given if it changes a dtype; changes nothing.
+
+        Raises:
+            KernelMountError: it does.
+        """
         for dtype in (self.qdata.dtype, torch.float32, torch.bfloat16):
             changed = fn(torch.empty(0, dtype=dtype, device=self.qdata.device)).dtype
             if changed is not dtype:
@@ -131,6 +149,9 @@ class FusedLinear(nn.Linear):
                     allowed="a quantised module can change its device only",
                     remedy="cast the model before it is quantised",
                 )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedLinear:
+        self.refuse_cast(fn)
         super()._apply(fn, recurse)
         return self
 
@@ -176,24 +197,21 @@ class FusedLinear(nn.Linear):
                 own.copy_(getattr(weight, item))
 
 
-def _scheme_of(weight: Tensor, name: str) -> Scheme:
+def _checked_scheme(weight: Tensor, name: str) -> Scheme:
     """Return the scheme of a torchao weight that this module can take."""
-    kind = type(weight).__name__
-    found = ""
-    if kind == "Float8Tensor":
-        found = _why_not_fp8(weight)
-    elif kind == "Int8Tensor":
-        found = _why_not_int8(weight)
+    scheme = scheme_of(weight)
+    if scheme in _WHY_NOT:
+        found = _WHY_NOT[scheme](weight)
     else:
-        found = f"the weight is a {kind}"
-    if found:
+        found = f"the weight is a {type(weight).__name__}"
+    if scheme is None or found:
         raise KernelMountError(
             name or "FusedLinear",
             found,
             allowed="Float8Tensor and Int8Tensor with row-wise dynamic activations are",
             remedy="use execution='torchao' for this module",
         )
-    return Scheme.FP8 if kind == "Float8Tensor" else Scheme.INT8
+    return scheme
 
 
 def _is_per_row(weight: Any) -> bool:
@@ -205,9 +223,7 @@ def _why_not_fp8(weight: Any) -> str:
     activation = weight.act_quant_kwargs
     if weight.qdata.dtype is not torch.float8_e4m3fn:
         return f"the data is {weight.qdata.dtype}"
-    if activation is None:
-        return "activations are not quantised"
-    if not _is_per_row(weight) or type(activation.granularity).__name__ != "PerRow":
+    if not _is_per_row(weight) or not isinstance(activation.granularity, PerRow):
         return "scales are not per row"
     if activation.float8_dtype is not torch.float8_e4m3fn or activation.hp_value_ub is not None:
         return "activations have another dtype or an upper bound"
@@ -220,13 +236,20 @@ def _why_not_int8(weight: Any) -> str:
     activation = weight.act_quant_kwargs
     if activation is None:
         return "activations are not quantised"
-    if not _is_per_row(weight) or type(activation.granularity).__name__ != "PerRow":
+    if not _is_per_row(weight) or not isinstance(activation.granularity, PerRow):
         return "scales are not per row"
     if activation.mapping_type.name != "SYMMETRIC" or activation.reduce_range:
         return "activations are not quantised symmetrically to the full range"
     if weight.act_pre_scale is not None or weight.act_quant_scale is not None:
         return "activations have a static scale"
     return ""
+
+
+_WHY_NOT: dict[Scheme | None, Callable[[Any], str]] = {
+    Scheme.FP8: _why_not_fp8,
+    Scheme.INT8: _why_not_int8,
+    Scheme.LAYERWISE_FP8: lambda _: "activations are not quantised",
+}
 
 
 def _floor_of(weight: Any) -> float:

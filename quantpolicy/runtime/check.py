@@ -8,10 +8,10 @@ from torch import nn
 
 from quantpolicy.errors import Mismatch, PlanMismatchError
 from quantpolicy.kernels.linear import FusedLinear
+from quantpolicy.kernels.stored_scheme import scheme_of
 from quantpolicy.match import natural_key
 from quantpolicy.plan import ComponentPlan, KeptLayer, PlannedLayer
 from quantpolicy.runtime.locate import linear_modules, linears_by_weight
-from quantpolicy.runtime.weights import scheme_of
 from quantpolicy.schemes import Scheme
 
 

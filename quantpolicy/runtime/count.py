@@ -10,13 +10,14 @@ from torch import nn
 
 from quantpolicy.errors import Mismatch
 from quantpolicy.kernels.linear import FusedLinear
+from quantpolicy.kernels.stored_scheme import scheme_of
 from quantpolicy.match import is_adapter, natural_key
 from quantpolicy.plan import ComponentPlan, KeptLayer
 from quantpolicy.runtime.joined import JoinedLinear
 from quantpolicy.runtime.linear import QuantisedLinear
 from quantpolicy.runtime.locate import linear_modules
 from quantpolicy.runtime.report import ComponentReport, SchemeCount, SkippedLayers
-from quantpolicy.runtime.weights import scheme_of, stored_bytes
+from quantpolicy.runtime.weights import stored_bytes
 from quantpolicy.schemes import Cause, Scheme
 
 

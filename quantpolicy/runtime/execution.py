@@ -6,10 +6,11 @@ choice of what is joined do not belong here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from quantpolicy.errors import KernelMountError, Mismatch, RequestError
 from quantpolicy.kernels.linear import FusedLinear
@@ -22,7 +23,7 @@ from quantpolicy.runtime.report import ComponentReport
 from quantpolicy.schemes import ROW_SCALED, Execution
 
 FUSED, JOINED = "fused_execution", "joined_projections"
-_SAVE = "save_pretrained"
+_SAVE, _APPLY = "save_pretrained", "_apply"
 
 
 def check_execution(roots: Mapping[str, nn.Module], plan: QuantPlan) -> None:
@@ -66,6 +67,9 @@ def switch_component(
                 _check_hooks(layer.name, module)
                 FusedLinear.adopt(module, name=f"{name}.{layer.name}")
                 undo.callback(_release, module)
+    if any(isinstance(module, FusedLinear) for module in root.modules()):
+        undo.callback(allow_casts, root)
+        refuse_casts(root)
     quantised = {layer.name for layer in part.layers}
     for fusion in plan.fusions:
         if fusion.component == name and quantised.issuperset(fusion.parts):
@@ -98,6 +102,7 @@ def unmount(model: object) -> UnmountReport:
     restored = dict(mount.unmount(model).restored)
     for root in roots_of(model):
         for module in list(root.modules()):
+            allow_casts(module)
             if isinstance(module, JoinedLinear) and module is module.leader:
                 separate_linears(module)
                 restored[JOINED] = restored.get(JOINED, 0) + 1
@@ -141,6 +146,39 @@ def refuse_saving(name: str, root: nn.Module) -> None:
 def allow_saving(root: nn.Module) -> None:
     """Undo ``refuse_saving``."""
     vars(root).pop(_SAVE, None)
+
+
+class CastRefused:
+    """Stands in for ``_apply`` of a model with fused Linears, through which moves and casts go.
+
+    A fused Linear refuses a cast by itself; what was visited before it would be cast already.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+
+    def __call__(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Move the model.
+
+        Raises:
+            KernelMountError: it is a cast; nothing was changed.
+        """
+        for module in self.root.modules():
+            if recurse and isinstance(module, FusedLinear):
+                module.refuse_cast(fn)
+        root: Any = self.root
+        moved: nn.Module = type(root)._apply(root, fn, recurse)
+        return moved
+
+
+def refuse_casts(root: nn.Module) -> None:
+    """Make a cast of the model fail before it changes anything; moves go on."""
+    vars(root)[_APPLY] = CastRefused(root)
+
+
+def allow_casts(root: nn.Module) -> None:
+    """Undo ``refuse_casts``."""
+    vars(root).pop(_APPLY, None)
 
 
 def _check_hooks(name: str, module: nn.Linear) -> None:

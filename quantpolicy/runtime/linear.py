@@ -20,8 +20,9 @@ from torchao.prototype.mx_formats.mx_tensor import MXTensor
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 from torchao.quantization import Float8Tensor
 
+from quantpolicy.kernels.stored_scheme import scheme_of
 from quantpolicy.plan import SchemeSettings
-from quantpolicy.runtime.weights import WEIGHT_FLOOR, quantise_weight, scheme_of
+from quantpolicy.runtime.weights import WEIGHT_FLOOR, quantise_weight
 from quantpolicy.schemes import Scheme
 
 

@@ -55,6 +55,7 @@ from torchao.quantization.quantize_.workflows import (
 from torchao.utils import TorchAOBaseTensor
 
 from quantpolicy.errors import Mismatch, PlanMismatchError
+from quantpolicy.kernels.stored_scheme import scheme_of
 from quantpolicy.plan import SchemeSettings
 from quantpolicy.schemes import Scheme
 
@@ -65,11 +66,6 @@ GEMM_SCHEMES = frozenset({Scheme.INT8, Scheme.FP8, Scheme.MXFP8, Scheme.NVFP4})
 
 _BFLOAT16_ONLY = frozenset({Scheme.FP8, Scheme.MXFP8, Scheme.NVFP4})
 _IN_FEATURES_MULTIPLE = {Scheme.MXFP8: MX_BLOCK, Scheme.NVFP4: NVFP4_BLOCK}
-_TENSOR_SCHEMES = {
-    Int8Tensor: Scheme.INT8,
-    MXTensor: Scheme.MXFP8,
-    NVFP4Tensor: Scheme.NVFP4,
-}
 
 
 @torch.no_grad()
@@ -113,18 +109,6 @@ def torchao_config(scheme: Scheme, settings: SchemeSettings) -> object:
     if scheme is Scheme.NVFP4:
         return NVFP4DynamicActivationNVFP4WeightConfig(use_triton_kernel=False)
     raise ValueError(f"{scheme} has no torchao config")
-
-
-def scheme_of(tensor: torch.Tensor) -> Scheme | None:
-    """Return the scheme a weight is stored in; None for one that no scheme here stores."""
-    if isinstance(tensor, Float8Tensor):
-        return Scheme.LAYERWISE_FP8 if tensor.act_quant_kwargs is None else Scheme.FP8
-    for tensor_class, scheme in _TENSOR_SCHEMES.items():
-        if isinstance(tensor, tensor_class):
-            return scheme
-    if isinstance(tensor, TorchAOBaseTensor) or not tensor.is_floating_point():
-        return None
-    return Scheme.LAYERWISE_FP8 if tensor.dtype.itemsize == 1 else Scheme.DENSE
 
 
 def tensor_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -81,8 +81,12 @@ def test_results_are_torchao_s(scheme: Scheme, x: torch.Tensor) -> None:
 def test_release_restores_the_linear(scheme: Scheme, x: torch.Tensor) -> None:
     stock = torchao_linear(scheme)
     linear = copy.deepcopy(stock)
-    released = FusedLinear.adopt(linear).release()
+    attributes = dict(vars(linear))
+    released = FusedLinear.adopt(linear, name="proj").release()
     assert released is linear
+    assert list(vars(linear)) == list(attributes)
+    for name in vars(linear).keys() - {"_parameters"}:
+        assert vars(linear)[name] == attributes[name]
     assert type(released) is nn.Linear
     assert list(released.state_dict()) == list(stock.state_dict())
     assert list(released.named_buffers()) == []

@@ -15,11 +15,11 @@ from transformers import T5Config, T5EncoderModel
 
 from quantpolicy.errors import PlanMismatchError, RequestError
 from quantpolicy.host import Host
+from quantpolicy.kernels.stored_scheme import scheme_of
 from quantpolicy.measure.tiny import build_tiny
 from quantpolicy.runtime import apply_plan
 from quantpolicy.runtime.apply import run_device
 from quantpolicy.runtime.linear import QuantisedLinear, is_emulated_on_cpu
-from quantpolicy.runtime.weights import scheme_of
 from quantpolicy.schemes import ComponentKind, Scheme
 
 WAN = "wan2.2-ti2v-5b"

@@ -219,11 +219,51 @@ def test_deepcopy_and_moves(component_plan, quant_plan):
     assert storage_bytes(twin) == storage_bytes(model)
     assert is_equal(run(twin, inputs), expected)
     assert is_equal(run(model.to("cpu"), inputs), expected)
-    state = model.state_dict()
-    for cast in (lambda: model.half(), lambda: model.to(torch.float16), lambda: model.float()):
+
+
+CASTS = {
+    "half": nn.Module.half,
+    "float": nn.Module.float,
+    "to": lambda model: model.to(torch.float16),
+    "to a device too": lambda model: model.to("cpu", torch.float16),
+}
+
+
+def dtypes(model):
+    return {name: tensor.dtype for name, tensor in model.state_dict().items()}
+
+
+class NormFirst(nn.Module):
+    """A model whose first module is no Linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.inner = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("cast", CASTS)
+def test_a_cast_is_refused_before_anything_changes(cast, scheme, component_plan, quant_plan):
+    model = NormFirst().bfloat16()
+    apply_plan(model, fused(quant_plan(transformer=component_plan(model, scheme))))
+    before = dtypes(model)
+    for each in (model, copy.deepcopy(model)):
         with pytest.raises(KernelMountError, match="a quantised module can change its device only"):
-            cast()
-    assert is_equal(list(state.values())[:1], list(model.state_dict().values())[:1])
+            CASTS[cast](each)
+        assert dtypes(each) == before
+    moved = copy.deepcopy(model).to("meta")
+    assert {tensor.device.type for tensor in (*moved.parameters(), *moved.buffers())} == {"meta"}
+    assert model.norm.weight.device.type == "cpu"
+
+
+def test_casts_are_possible_again_after_the_change_is_undone(component_plan, quant_plan):
+    model = NormFirst().bfloat16()
+    before = set(vars(model))
+    apply_plan(model, fused(quant_plan(transformer=component_plan(model, Scheme.INT8))))
+    unmount(model)
+    assert set(vars(model)) == before
+    assert model.float().norm.weight.dtype is torch.float32
 
 
 def lora() -> LoraConfig:
