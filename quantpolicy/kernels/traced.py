@@ -1,20 +1,25 @@
-"""The quantised Linears as torch.compile sees them: steps that it fuses with their neighbours.
+"""The quantised Linears as torch.compile sees them: a row quantisation, a GEMM, a bias.
 
-The row quantisation is plain torch, so that a compiler computes it together with the norm or the
-activation before it; only the GEMM stays a call. A compiler keeps the scale in fp32 where eager
-code rounds it to the activation's dtype. Chosen while tracing; eager code never comes here.
+The quantisation stays one op: it reads its rows once, where a compiler that fuses it with their
+producer computes them twice. The GEMM is torch's own where that takes the shape. Bytes are those
+of eager code. Chosen while tracing; eager code never comes here.
 """
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantpolicy.kernels.fp8_linear import fp8_linear
 from quantpolicy.kernels.int8_linear import int8_gemm
-from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8_reference
-from quantpolicy.kernels.row_quantise_int8 import row_quantise_int8_reference
+from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8
+from quantpolicy.kernels.row_quantise_int8 import row_quantise_int8
 from quantpolicy.kernels.scaled_mm_probe import Route, route_at_any_rows
+
+_SHARED = "quantpolicy_rows"
 
 
 def traced_fp8_linear(
@@ -25,7 +30,8 @@ def traced_fp8_linear(
     route = route_at_any_rows(x.device.type, x.device.index, n, k, bias is not None, x.dtype)
     if route not in (Route.EPILOGUE.value, Route.SEPARATE_BIAS.value) or x.numel() == 0:
         return fp8_linear(x, weight, weight_scale, bias, floor)
-    codes, scale = row_quantise_fp8_reference(x, floor)
+    share_rows()
+    codes, scale = row_quantise_fp8(x, floor)
     in_epilogue = route == Route.EPILOGUE.value
     if bias is not None:
         bias = bias.to(x.dtype)
@@ -47,7 +53,41 @@ def traced_int8_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
 ) -> Tensor:
     """Return what ``int8_linear`` returns, in two steps."""
-    codes, scale = row_quantise_int8_reference(x)
+    share_rows()
+    codes, scale = row_quantise_int8(x)
     rows = codes.reshape(x.shape[:-1].numel(), x.shape[-1])
     out = int8_gemm(rows, scale.reshape(-1), weight, weight_scale, bias, x.dtype)
     return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+@torch.compiler.assume_constant_result
+def share_rows() -> bool:
+    """Have inductor quantise an input of several Linears once; called while tracing.
+
+    It merges equal pointwise code, but not equal calls of an op that it does not know.
+    """
+    _register_lowerings()
+    return True
+
+
+@functools.cache
+def _register_lowerings() -> None:
+    from torch._inductor.lowering import fallback_handler, register_lowering
+    from torch._inductor.virtualized import V
+
+    def shared(op: Any) -> Any:
+        call = fallback_handler(op)
+
+        def lower(x: Any, *rest: float) -> Any:
+            # The memo holds the input, so that its id stays its own.
+            known = vars(V.graph).setdefault(_SHARED, {})
+            key = (op, id(x), rest)
+            if key not in known:
+                known[key] = (x, call(x, *rest))
+            return known[key][1]
+
+        return lower
+
+    ops = torch.ops.quantpolicy
+    for op in (ops.row_quantise_fp8.default, ops.row_quantise_int8.default):
+        register_lowering(op, type_promotion_kind=None)(shared(op))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._inductor.config
+from torch._inductor.utils import run_and_get_code
 
 from quantpolicy.kernels import scaled_mm_probe
 from quantpolicy.kernels.fp8_linear import fp8_linear
 from quantpolicy.kernels.int8_linear import int8_gemm, int8_linear, int8_matmul_reference
 from quantpolicy.kernels.scaled_mm_probe import PROBE_ROWS, forget_routes, route_at_any_rows
 from quantpolicy.kernels.traced import traced_fp8_linear, traced_int8_linear
+from quantpolicy.schemes import Scheme
 
 FLOOR = 1e-12
 
@@ -76,6 +79,53 @@ def test_the_route_is_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert route_at_any_rows("cpu", None, 64, 48, True, torch.bfloat16) == "epilogue"
         assert route_at_any_rows("cpu", None, 50, 48, True, torch.bfloat16) == "triton"
     assert seen == [*PROBE_ROWS, *PROBE_ROWS]
+
+
+class Projections(torch.nn.Module):
+    """Three Linears of one input, and one of another."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__()
+        self.scheme = scheme
+        self.operands = [self._operands(scheme) for _ in range(4)]
+
+    @staticmethod
+    def _operands(scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = torch.randn(64, 48) * 10
+        dtype = torch.int8 if scheme is Scheme.INT8 else torch.float8_e4m3fn
+        return weight.to(dtype), torch.rand(64, 1) / 100
+
+    def forward(self, x: torch.Tensor, other: torch.Tensor) -> list[torch.Tensor]:
+        inputs = (x, x, x, other)
+        if self.scheme is Scheme.INT8:
+            call = traced_int8_linear if torch.compiler.is_compiling() else int8_linear
+            floor = ()
+        else:
+            call = traced_fp8_linear if torch.compiler.is_compiling() else fp8_linear
+            floor = (FLOOR,)
+        pairs = zip(inputs, self.operands, strict=True)
+        return [call(given, *operands, None, *floor) for given, operands in pairs]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("scheme", [Scheme.FP8, Scheme.INT8])
+def test_an_input_of_several_linears_is_quantised_once(scheme: Scheme) -> None:
+    model = Projections(scheme)
+    x, other = torch.randn(2, 5, 48).bfloat16(), torch.randn(2, 5, 48).bfloat16()
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
+        compiled = torch.compile(model, fullgraph=True)
+        found, codes = run_and_get_code(compiled, x, other)
+        assert found_equal(found, model(x, other))
+        # A second graph shares nothing with the first.
+        wide = torch.randn(3, 7, 48).bfloat16()
+        assert found_equal(compiled(wide, wide), model(wide, wide))
+    (code,) = codes
+    assert code.count(f"torch.ops.quantpolicy.row_quantise_{scheme.value}.default(") == 2
+
+
+def found_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_int8_gemm_opcheck() -> None:
