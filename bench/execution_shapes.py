@@ -12,6 +12,17 @@ import torch
 from torch import Tensor
 
 Inputs = dict[str, Tensor | bool]
+# Rows quantised where they are made, and no other fused kernel; and all that Wan has.
+PRODUCERS = ("gelu_fp8_linear",)
+WAN_KERNELS = (
+    "gated_residual",
+    "layer_norm_fp8",
+    "layer_norm_fp32",
+    "qk_norm_rope_across_heads",
+    "rms_norm",
+    "row_quantise_fp8",
+    *PRODUCERS,
+)
 
 
 class Shape(NamedTuple):
@@ -24,6 +35,7 @@ class Shape(NamedTuple):
         image_tokens: by tokens: those of the image stream alone.
         matches: which Linears are quantised, by name.
         kernels: the fusions of the variant ``kernels``.
+        without: variants that are left out.
     """
 
     family: str
@@ -33,6 +45,7 @@ class Shape(NamedTuple):
     image_tokens: dict[int, int]
     matches: Callable[[str], bool]
     kernels: tuple[str, ...]
+    without: tuple[str, ...] = ()
 
 
 def _noise(*shape: int, device: str) -> Tensor:
@@ -83,7 +96,7 @@ SHAPES = {
         _wan_inputs,
         {1120: 1120, 27280: 27280},
         lambda name: name.startswith("blocks."),
-        ("gelu_fp8_linear",),
+        WAN_KERNELS,
     ),
     # HunyuanVideo, 4 dual and 8 single blocks, at 848x480x65 (27,030 + 256 tokens).
     "hunyuan": Shape(
@@ -93,6 +106,7 @@ SHAPES = {
         _hunyuan_inputs,
         {27286: 27030},
         lambda name: "transformer_blocks." in name and ".norm" not in name,
-        ("gelu_fp8_linear",),
+        PRODUCERS,
+        without=("fused_fp8_joined", "fused_fp8_joined_kernels"),
     ),
 }
