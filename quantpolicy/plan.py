@@ -195,10 +195,25 @@ class PlannedFusion(Record):
 
 
 class CompilePlan(Record):
-    """How the denoiser is compiled: ``mode`` is ``none`` or ``regional`` (its repeated blocks)."""
+    """How the denoiser is compiled: ``mode`` is ``none`` or ``regional`` (its repeated blocks).
+
+    Args:
+        dynamic: sizes stay open from the first call on. One compilation then serves every number
+            of tokens and every batch of two or more, another a batch of one, which torch.compile
+            always treats apart. Left to itself, it compiles for the first size it meets, too.
+    """
 
     mode: str = "none"
     max_autotune: bool = False
+    dynamic: bool = False
+
+    @property
+    def options(self) -> dict[str, str | bool | None]:
+        """The arguments of torch.compile, or of diffusers' ``compile_repeated_blocks``."""
+        return {
+            "mode": "max-autotune-no-cudagraphs" if self.max_autotune else "default",
+            "dynamic": True if self.dynamic else None,
+        }
 
 
 class MemoryItem(Record):

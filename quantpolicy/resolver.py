@@ -214,7 +214,7 @@ def _plan_tier(host: Host, request: Request) -> tuple[Tier, CompilePlan]:
             allowed="what would run here: off, auto, eager",
             remedy="give --speed one of these",
         )
-    return tier, CompilePlan(mode="regional", max_autotune=tier is Tier.MAX)
+    return tier, CompilePlan(mode="regional", max_autotune=tier is Tier.MAX, dynamic=True)
 
 
 def _effective_lifts(case: Case, components: dict[str, ComponentPlan]) -> tuple[str, ...]:

@@ -152,7 +152,7 @@ def quant_plan() -> Callable[..., QuantPlan]:
             components=components,
             decisions=(),
             kernels=(),
-            compile=CompilePlan(mode=compile_mode),
+            compile=CompilePlan(mode=compile_mode, dynamic=compile_mode == "regional"),
             memory=MemoryPlan(items=(), total_bytes=0, budget_bytes=0, fits=True),
             lifted=(),
             notes=(),

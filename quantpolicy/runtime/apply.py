@@ -65,7 +65,8 @@ def apply_plan(
             has two denoisers or the module is none.
         compile: also compile the repeated blocks of the denoisers when the plan's compile mode is
             ``regional``. Off by default: compiling belongs after every other change to the model,
-            such as loading adapters or moving it.
+            such as loading adapters or moving it. To compile later, as the plan says:
+            ``model.compile_repeated_blocks(**plan.compile.options)``.
 
     Raises:
         PlanMismatchError: the plan does not fit the model (all mismatches are collected), the model
@@ -271,8 +272,7 @@ def _compile_mismatches(compiling: dict[str, nn.Module]) -> list[Mismatch]:
 def _compile_blocks(root: nn.Module, plan: CompilePlan, undo: ExitStack) -> None:
     for block in _repeated_blocks(root):
         undo.callback(setattr, block, "_compiled_call_impl", block._compiled_call_impl)
-    mode = "max-autotune-no-cudagraphs" if plan.max_autotune else "default"
-    root.compile_repeated_blocks(mode=mode)  # type: ignore[operator]
+    root.compile_repeated_blocks(**plan.options)  # type: ignore[operator]
 
 
 def _repeated_blocks(root: nn.Module) -> list[nn.Module]:

@@ -94,6 +94,9 @@ def test_speed_off_is_dense_and_stock_but_for_what_is_asked() -> None:
 def test_tier_and_compile(speed, host, tier, mode, autotune) -> None:
     plan = plan_of(target(), host, speed=speed)
     assert (plan.tier, plan.compile.mode, plan.compile.max_autotune) == (tier, mode, autotune)
+    assert plan.compile.dynamic is (mode == "regional")
+    expected = "max-autotune-no-cudagraphs" if autotune else "default"
+    assert plan.compile.options == {"mode": expected, "dynamic": plan.compile.dynamic or None}
 
 
 @pytest.mark.parametrize("asked", [1, 500])

@@ -568,7 +568,12 @@ def test_compile_is_asked_for(wan, component_plan, quant_plan):
     twin = copy.deepcopy(model)
     assert apply_plan(twin, plan).components["transformer"].compiled == "none"
     assert twin.blocks[0]._compiled_call_impl is None
+    given = []
+    model.blocks[0].compile = lambda **options: (
+        given.append(options) or nn.Module.compile(model.blocks[0], **options)
+    )
     report = apply_plan(model, plan, compile=True)
+    assert given == [{"mode": "default", "dynamic": True}]
     assert report.components["transformer"].compiled == "regional"
     assert all(block._compiled_call_impl is not None for block in model.blocks)
     assert "compiled: regional" in report.explain()
