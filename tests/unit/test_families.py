@@ -500,4 +500,5 @@ def test_every_evidence_record_is_cited():
     cited = [RULES.rule(rule_id).evidence for rule_id in RULES.rule_ids()]
     cited += [policy.evidence for policy in RULES.schemes.values()]
     cited += [ids for spec in RULES.families.values() for ids in spec.measured.values()]
+    cited += [kernel.evidence for spec in RULES.families.values() for kernel in spec.kernels]
     assert {record for records in cited for record in records} == set(RULES.evidence)
