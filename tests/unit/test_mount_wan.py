@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from quantpolicy import Host, Request, load_rules, resolve
 from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.measure.tiny import build_tiny
+from quantpolicy.runtime import apply_plan
 from quantpolicy.runtime.joined import JoinedLinear, join_linears
 from quantpolicy.runtime.mount import mount, mounted_ops, unmount
 from quantpolicy.runtime.mounts import wan
@@ -119,6 +121,21 @@ def test_mounted_forward_calls_the_ops(monkeypatch):
         "qk_norm_rope_across_heads": 2,
         "rms_norm": 2 * 2,
     }
+
+
+@pytest.mark.parametrize("family", [PER_TOKEN, PER_SAMPLE, WITH_IMAGE])
+def test_a_plan_from_the_table_mounts_all_that_it_names(family):
+    model, inputs = build_tiny(family)
+    request = Request(transformer="fp8", execution="fused", min_features=16, quality="high")
+    plan = resolve(model, host=Host.load("h200"), request=request)
+    listed = load_rules().families[family].kernels
+    assert [kernel.op for kernel in plan.kernels] == [kernel.op for kernel in listed]
+    plain, _ = build_tiny(family)
+    apply_plan(plain, plan.model_copy(update={"kernels": ()}))
+    report = apply_plan(model, plan)
+    assert report.declined == {}
+    assert mounted_ops(model) == {kernel.op: len(model.blocks) for kernel in listed}
+    assert torch.equal(output(model, inputs), output(plain, inputs))
 
 
 def test_an_image_attended_to_apart_keeps_the_stock_cross_attention(fused):
