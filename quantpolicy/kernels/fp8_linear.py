@@ -165,10 +165,13 @@ fp8_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor] = d
     _cuda,
 )
 
-fp8_gemm: Callable[..., Tensor] = define_op(  # type: ignore[assignment]
-    "fp8_gemm(Tensor codes, Tensor scale, Tensor weight, Tensor weight_scale, Tensor? bias,"
-    " ScalarType dtype) -> Tensor",
-    cpu=_gemm_cpu,
-    cuda=_gemm_cuda,
-    fake=_fake_gemm,
+fp8_gemm: Callable[..., Tensor] = direct(
+    define_op(
+        "fp8_gemm(Tensor codes, Tensor scale, Tensor weight, Tensor weight_scale, Tensor? bias,"
+        " ScalarType dtype) -> Tensor",
+        cpu=_gemm_cpu,
+        cuda=_gemm_cuda,
+        fake=_fake_gemm,
+    ),
+    _gemm_cuda,
 )

@@ -18,7 +18,7 @@ from quantpolicy.kernels.fp8_linear import fp8_gemm, fp8_linear
 from quantpolicy.kernels.int8_linear import int8_linear
 from quantpolicy.kernels.quantised_rows import QuantisedRows
 from quantpolicy.kernels.stored_scheme import scheme_of
-from quantpolicy.kernels.traced import traced_fp8_linear, traced_int8_linear
+from quantpolicy.kernels.traced import traced_fp8_gemm, traced_fp8_linear, traced_int8_linear
 from quantpolicy.schemes import Scheme
 
 _EXTRA = "extra_"
@@ -108,7 +108,7 @@ class FusedLinear(nn.Linear):
     def forward(self, x: Tensor | QuantisedRows) -> Tensor:
         """Return ``x @ weight.T + bias`` over the quantised weight, in the dtype of ``x``."""
         if isinstance(x, QuantisedRows):
-            return fp8_gemm(x.codes, x.scale, self.qdata, self.scale, self.bias, x.dtype)
+            return self._of_codes(x)
         if x.requires_grad and torch.is_grad_enabled():
             raise KernelMountError(
                 self.name or "FusedLinear",
@@ -124,6 +124,11 @@ class FusedLinear(nn.Linear):
         if self.scheme is Scheme.FP8:
             return fp8_linear(x, qdata, scale, bias, self.floor)
         return int8_linear(x, qdata, scale, bias)
+
+    def _of_codes(self, x: QuantisedRows) -> Tensor:
+        if torch.compiler.is_compiling():
+            return traced_fp8_gemm(x.codes, x.scale, self.qdata, self.scale, self.bias, x.dtype)
+        return fp8_gemm(x.codes, x.scale, *self._operands(), x.dtype)
 
     def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return data, scales and bias; an attribute of a module costs more than these look-ups."""

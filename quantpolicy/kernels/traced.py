@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantpolicy.kernels.fp8_linear import fp8_linear
+from quantpolicy.kernels.fp8_linear import fp8_gemm, fp8_linear
 from quantpolicy.kernels.int8_linear import int8_gemm
 from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8
 from quantpolicy.kernels.row_quantise_int8 import row_quantise_int8
@@ -26,27 +26,61 @@ def traced_fp8_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, floor: float
 ) -> Tensor:
     """Return what ``fp8_linear`` returns, in steps; shapes with no vendor route stay one op."""
-    n, k = weight.shape
-    route = route_at_any_rows(x.device.type, x.device.index, n, k, bias is not None, x.dtype)
-    if route not in (Route.EPILOGUE.value, Route.SEPARATE_BIAS.value) or x.numel() == 0:
+    route = _vendor_route(x, weight, bias, x.dtype)
+    if route is None:
         return fp8_linear(x, weight, weight_scale, bias, floor)
     share_rows()
     codes, scale = row_quantise_fp8(x, floor)
+    return _vendor_gemm(route, codes, scale, weight, weight_scale, bias, x.dtype)
+
+
+def traced_fp8_gemm(
+    codes: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return what ``fp8_gemm`` returns; a shape with no vendor route stays the op."""
+    route = _vendor_route(codes, weight, bias, dtype)
+    if route is None:
+        return fp8_gemm(codes, scale, weight, weight_scale, bias, dtype)
+    return _vendor_gemm(route, codes, scale, weight, weight_scale, bias, dtype)
+
+
+def _vendor_route(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> str | None:
+    """Return the vendor's route at any number of rows, None when there is none."""
+    n, k = weight.shape
+    route = route_at_any_rows(x.device.type, x.device.index, n, k, bias is not None, dtype)
+    is_vendor = route in (Route.EPILOGUE.value, Route.SEPARATE_BIAS.value)
+    return route if is_vendor and x.numel() > 0 else None
+
+
+def _vendor_gemm(
+    route: str,
+    codes: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
     in_epilogue = route == Route.EPILOGUE.value
     if bias is not None:
-        bias = bias.to(x.dtype)
+        bias = bias.to(dtype)
     out = torch._scaled_mm(
-        codes.reshape(-1, k),
+        codes.reshape(-1, codes.shape[-1]),
         weight.t(),
         scale_a=scale.reshape(-1, 1),
         scale_b=weight_scale.reshape(1, -1),
         bias=bias if in_epilogue else None,
-        out_dtype=x.dtype,
+        out_dtype=dtype,
         use_fast_accum=True,
     )
     if bias is not None and not in_epilogue:
         out = out + bias
-    return out.reshape(*x.shape[:-1], n)
+    return out.reshape(*codes.shape[:-1], weight.shape[0])
 
 
 def traced_int8_linear(

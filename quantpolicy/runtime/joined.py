@@ -143,6 +143,9 @@ class _Whole:
         buffers: Any = self.leader._buffers
         return tuple(buffers[name] for name in _STORED)
 
+    def _of_codes(self, x: QuantisedRows) -> Tensor:
+        return FusedLinear._of_codes(self, x)  # type: ignore[arg-type]
+
     def __call__(self, x: Tensor | QuantisedRows) -> Tensor:
         return FusedLinear.forward(self, x)  # type: ignore[arg-type]
 

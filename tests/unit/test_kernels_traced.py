@@ -8,10 +8,11 @@ import torch._inductor.config
 from torch._inductor.utils import run_and_get_code
 
 from quantpolicy.kernels import scaled_mm_probe
-from quantpolicy.kernels.fp8_linear import fp8_linear
+from quantpolicy.kernels.fp8_linear import fp8_gemm, fp8_linear
 from quantpolicy.kernels.int8_linear import int8_gemm, int8_linear, int8_matmul_reference
+from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8
 from quantpolicy.kernels.scaled_mm_probe import PROBE_ROWS, forget_routes, route_at_any_rows
-from quantpolicy.kernels.traced import traced_fp8_linear, traced_int8_linear
+from quantpolicy.kernels.traced import traced_fp8_gemm, traced_fp8_linear, traced_int8_linear
 from quantpolicy.schemes import Scheme
 
 FLOOR = 1e-12
@@ -35,8 +36,11 @@ def test_fp8_steps_equal_the_op(shape: tuple[int, ...], n: int, k: int) -> None:
     weight, scale, bias = fp8_operands(n, k)
     x = torch.randn(shape).bfloat16()
     for added in (None, bias):
-        out = traced_fp8_linear(x, weight, scale, added, FLOOR)
-        assert torch.equal(out, fp8_linear(x, weight, scale, added, FLOOR))
+        expected = fp8_linear(x, weight, scale, added, FLOOR)
+        assert torch.equal(traced_fp8_linear(x, weight, scale, added, FLOOR), expected)
+        operands = (*row_quantise_fp8(x, FLOOR), weight, scale, added, x.dtype)
+        assert torch.equal(traced_fp8_gemm(*operands), expected)
+        assert torch.equal(fp8_gemm(*operands), expected)
 
 
 @pytest.mark.parametrize("shape", [(5, 48), (1, 48), (2, 3, 48), (0, 48), (2, 0, 48)])
