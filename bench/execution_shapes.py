@@ -20,7 +20,6 @@ WAN_KERNELS = (
     "layer_norm_fp32",
     "qk_norm_rope_across_heads",
     "rms_norm",
-    "row_quantise_fp8",
     *PRODUCERS,
 )
 
