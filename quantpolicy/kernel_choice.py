@@ -26,11 +26,13 @@ def plan_kernels(
 ) -> tuple[tuple[PlannedKernel, ...], tuple[KernelDecision, ...]]:
     """Return the kernels to mount, and a decision on each that the family lists."""
     listed = case.family.kernels if case.family is not None else ()
-    decisions = tuple(
-        _decide(case, name, part, kernel)
-        for name, part in components.items()
-        for kernel in listed
-        if kernel.component is part.kind
+    decisions = _without_replaced(
+        [
+            _decide(case, name, part, kernel)
+            for name, part in components.items()
+            for kernel in listed
+            if kernel.component is part.kind
+        ]
     )
     planned = tuple(
         PlannedKernel(component=each.component, op=each.op, contract=each.contract)
@@ -38,6 +40,22 @@ def plan_kernels(
         if each.accepted
     )
     return planned, decisions
+
+
+def _without_replaced(decisions: list[KernelDecision]) -> tuple[KernelDecision, ...]:
+    """Reject the ops whose sites another accepted op of the same component takes."""
+    takers = {
+        (each.component, replaced): each.op
+        for each in decisions
+        if each.accepted
+        for replaced in OPS[each.op].replaces
+    }
+    return tuple(
+        each.model_copy(update={"accepted": False, "detail": f"{taker} takes its sites"})
+        if each.accepted and (taker := takers.get((each.component, each.op)))
+        else each
+        for each in decisions
+    )
 
 
 def _decide(case: Case, name: str, part: ComponentPlan, kernel: KernelSpec) -> KernelDecision:

@@ -27,6 +27,7 @@ class OpFacts(NamedTuple):
         execution: execution of the component that it is for, None for any.
         part_of: ops that it stands for where all of them are mounted; such an op is not listed in
             the rule table.
+        replaces: ops whose sites it takes where it is planned, and whose work it does there.
         drops_mask: whether attention goes without its mask where the op is mounted.
     """
 
@@ -35,6 +36,7 @@ class OpFacts(NamedTuple):
     scheme: Scheme | None = None
     execution: Execution | None = None
     part_of: tuple[str, ...] = ()
+    replaces: tuple[str, ...] = ()
     drops_mask: bool = False
 
 
@@ -54,7 +56,7 @@ OPS = {
     "scale_add_rms_norm": OpFacts(Contract.HIGH, TRITON_SM),
     "qk_rms_norm_rope": OpFacts(Contract.HIGH, TRITON_SM),
     "swiglu": OpFacts(Contract.HIGH, TRITON_SM),
-    "swiglu_linear": OpFacts(Contract.HIGH, TMA_SM, Scheme.DENSE),
+    "swiglu_linear": OpFacts(Contract.HIGH, TMA_SM, Scheme.DENSE, replaces=("swiglu",)),
     "qkv_linear": OpFacts(Contract.HIGH, scheme=Scheme.DENSE),
     "chained_norms": OpFacts(Contract.HIGH, TRITON_SM),
     "batched_tiles": OpFacts(Contract.HIGH),

@@ -127,6 +127,17 @@ def test_ops_that_need_a_scheme_or_an_execution(scheme, execution, expected) -> 
     assert ops(plan)[-2:] == VAE_OPS
 
 
+def test_an_op_that_replaces_another_stands_alone_where_it_is_planned() -> None:
+    listed = "      - {op: swiglu, component: vae}\n"
+    both = table_from(TEXT.replace(listed, listed + listed.replace("swiglu", "swiglu_linear")))
+    plan = plan_of(target(vae=VAE), rules=both, quality="high")
+    assert ops(plan)[-2:] == ["vae.swiglu_linear", "vae.qkv_linear"]
+    assert left_out(plan)["vae.swiglu"] == "swiglu_linear takes its sites"
+    plan = plan_of(target(vae=VAE), SM86, rules=both, quality="high")
+    assert ops(plan)[-2:] == VAE_OPS
+    assert "vae.swiglu_linear" in left_out(plan)
+
+
 def test_a_quantised_autoencoder_keeps_what_needs_no_dense_weights() -> None:
     vae = component(*BLOCKS, kind=ComponentKind.VAE)
     plan = plan_of(target(vae=vae), rules=TABLE, vae="layerwise_fp8", quality="high")
