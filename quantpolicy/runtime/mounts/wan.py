@@ -27,6 +27,7 @@ Rotary = tuple[Tensor, Tensor]
 # A part of the modulation, [B, D] or [B, S, D], and what is added to it, [D].
 Vector = tuple[Tensor, Tensor]
 NO_VECTOR = (None, None)
+_NORMS = ("norm1", "norm2", "norm3")
 
 
 class Block(Rewrite):
@@ -70,12 +71,12 @@ class Block(Rewrite):
         scale: Vector | None = None,
         shift: Vector | None = None,
     ) -> Tensor | QuantisedRows:
-        norm = (self.norm1, self.norm2, self.norm3)[index]
+        norm = self._modules[_NORMS[index]]
         if isinstance(norm, nn.LayerNorm):
             modulation = (*(scale or NO_VECTOR), *(shift or NO_VECTOR))
             args = (x, norm.weight, norm.bias, *modulation, norm.eps)
             if self.quantises:
-                readers = readers_of(self)[index]
+                readers = readers_of(self, index)
                 if read_codes(readers):
                     return QuantisedRows(*layer_norm_fp8(*args, readers[0].floor), x.dtype)
             if self.norms:
@@ -91,10 +92,12 @@ class Block(Rewrite):
         return (stream.float() + update * full_vector(*gate)).type_as(stream)
 
 
-def readers_of(block: Part) -> tuple[tuple[Part, ...], ...]:
-    """Return the Linears that read the result of each of a block's norms."""
-    first, second = block.attn1, block.attn2
-    return (first.to_q, first.to_k, first.to_v), (second.to_q,), (block.ffn.net[0].proj,)
+def readers_of(block: Part, index: int) -> tuple[Part, ...]:
+    """Return the Linears that read the result of one of a block's three norms."""
+    if index == 0:
+        attn = block.attn1
+        return attn.to_q, attn.to_k, attn.to_v
+    return (block.attn2.to_q if index == 1 else block.ffn.net[0].proj,)
 
 
 class Attention(Rewrite):

@@ -63,7 +63,7 @@ def _quantises_site(name: str, block: Part) -> tuple[Site, str]:
     for attn in (block.attn1, block.attn2):
         if not reason and former_class(attn.processor) is not WanAttnProcessor:
             reason = f"an attention processor is a {type(attn.processor).__name__}"
-    readers = readers_of(block)
+    readers = [readers_of(block, index) for index in range(3)]
     for linear in (linear for linears in readers for linear in linears):
         reason = reason or why_not_bypassed(linear)
     if not reason and not any(read_codes(linears) for linears in readers):
