@@ -23,6 +23,7 @@ from quantpolicy.kernels.replay import remembered
 from quantpolicy.kernels.rotary import HALF_DTYPES
 from quantpolicy.kernels.row_launch import REGISTER_COLUMNS, row_warps, split_columns
 from quantpolicy.kernels.row_quantise_fp8 import rounded_floor
+from quantpolicy.kernels.traced import traced_fp8_gemm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -144,15 +145,13 @@ if HAS_TRITON:
             b = _activated(x_row, head_row, cols_b, N, K)
             amax = larger(amax, row_amax(b))
         scale = fp8_scale(amax, floor, x_ptr.dtype.element_ty)[:, None]
-        tl.store(scale_ptr + row + tl.zeros_like(scale).to(tl.int32), scale)
+        tl.store(scale_ptr + row + tl.zeros((1, 1), dtype=tl.int32), scale)
         tl.store(q_row + cols_a, fp8_codes(a, scale, EXACT_DIVISION))
         if BLOCK_B > 0:
             tl.store(q_row + cols_b, fp8_codes(b, scale, EXACT_DIVISION), mask=cols_b < K)
 
 
-@remembered
-def gelu_quantise(x: Tensor, head: Tensor | None, floor: float) -> tuple[Tensor, Tensor]:
-    """Run the Triton kernel, one program a row: codes [M, K] and scales [M, 1]."""
+def _launch(x: Tensor, head: Tensor | None, floor: float) -> tuple[Tensor, Tensor]:
     width = 0 if head is None else head.shape[-1]
     columns = width + x.shape[-1]
     rows = x.numel() // x.shape[-1]
@@ -180,6 +179,12 @@ def gelu_quantise(x: Tensor, head: Tensor | None, floor: float) -> tuple[Tensor,
     return codes, scale
 
 
+@remembered
+def gelu_quantise(x: Tensor, head: Tensor | None, floor: float) -> tuple[Tensor, Tensor]:
+    """Run the Triton kernel, one program a row: codes [M, K] and scales [M, 1]."""
+    return _launch(x, head, floor)
+
+
 def launch_gelu_fp8_linear(
     x: Tensor,
     head: Tensor | None,
@@ -194,10 +199,24 @@ def launch_gelu_fp8_linear(
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
+def _traced(
+    x: Tensor,
+    head: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    floor: float,
+) -> Tensor:
+    codes, scale = _launch(x, head, floor)
+    out = traced_fp8_gemm(codes, scale, weight, weight_scale, bias, x.dtype)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
 gelu_fp8_linear: Callable[..., Tensor] = define_fusion(  # type: ignore[assignment]
     f"{_NAME}(Tensor x, Tensor? head, Tensor weight, Tensor weight_scale, Tensor? bias,"
     " float floor) -> Tensor",
     kernel=launch_gelu_fp8_linear,
+    traced=_traced,
     reference=gelu_fp8_linear_reference,
     why_not=_why_not,
     fake=_fake,

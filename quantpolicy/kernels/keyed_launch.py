@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from quantpolicy.kernels.launch import is_aligned, launch
+from quantpolicy.kernels.traced_launch import is_fake, trace_launch
 
 
 def keyed_launch(
@@ -21,7 +22,7 @@ def keyed_launch(
     free: tuple[int, ...] = (),
     **options: object,
 ) -> None:
-    """Run a kernel on the device of its first argument, a tensor.
+    """Run a kernel on the device of its first argument, a tensor; of a fake one, trace the launch.
 
     Args:
         kernel: a ``triton.jit`` function.
@@ -29,12 +30,15 @@ def keyed_launch(
         free: positions of integers that the kernel does not specialise on, each below 2**31.
         options: launch options, those that the other arguments decide included.
     """
+    first = args[0]
+    assert isinstance(first, Tensor)
+    if is_fake(first):
+        trace_launch(kernel, grid, args, options)
+        return
     key: list[object] = [kernel, *options.values()]
     for position, argument in enumerate(args):
         if isinstance(argument, Tensor):
             key.append((argument.dtype, is_aligned(argument)))
         elif position not in free:
             key.append((type(argument), argument))
-    first = args[0]
-    assert isinstance(first, Tensor)
     launch(kernel, (*grid, 1), args, options, device=first.device, key=tuple(key))

@@ -175,7 +175,7 @@ if HAS_TRITON:
         if BLOCK_B > 0:
             b = tl.where(cols_b < D, b - mean, 0.0)
             squares += tl.sum(b * b, axis=1)
-        rstd = tl.rsqrt(squares[:, None] / D + eps)
+        rstd = tl.rsqrt(squares[:, None] / D + eps.to(tl.float32))
         a = _transformed(
             a * rstd,
             weight_ptr,
@@ -214,7 +214,7 @@ if HAS_TRITON:
                 b = rounded_pairs(b, dtype)
                 amax = larger(amax, row_amax(b))
             row_scale = fp8_scale(amax, floor, dtype)[:, None]
-            tl.store(row_scale_ptr + row + tl.zeros_like(row_scale).to(tl.int32), row_scale)
+            tl.store(row_scale_ptr + row + tl.zeros((1, 1), dtype=tl.int32), row_scale)
             tl.store(out + cols_a, fp8_codes(a, row_scale, EXACT_DIVISION))
             if BLOCK_B > 0:
                 codes = fp8_codes(b, row_scale, EXACT_DIVISION)
@@ -294,6 +294,7 @@ layer_norm_fp32: Callable[..., Tensor] = define_fusion(  # type: ignore[assignme
     f"{_NAME}(Tensor x, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? scale_table,"
     " Tensor? shift, Tensor? shift_table, float eps) -> Tensor",
     kernel=launch_layer_norm_fp32,
+    traced=launch_layer_norm_fp32,
     reference=layer_norm_fp32_reference,
     why_not=why_not_layer_norm,
     fake=_fake,

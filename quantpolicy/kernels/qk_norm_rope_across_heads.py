@@ -109,6 +109,7 @@ if HAS_TRITON:
     import triton.language as tl
 
     from quantpolicy.kernels.rotary import load_pairs, rotate_pairs
+    from quantpolicy.kernels.row_math import product
     from quantpolicy.kernels.token_rows import rounded
 
     @triton.jit
@@ -138,13 +139,13 @@ if HAS_TRITON:
         head_a = tl.arange(0, HEADS_A)[:, None]
         mask_a = (head_a < H) & (cols < D)
         a = tl.load(source + head_a * D + cols, mask=mask_a, other=0.0).to(tl.float32)
-        squares = tl.sum(tl.sum(a * a, axis=1), axis=0)
+        squares = tl.sum(tl.sum(product(a, a), axis=1), axis=0)
         if HEADS_B > 0:
             head_b = HEADS_A + tl.arange(0, HEADS_B)[:, None]
             mask_b = (head_b < H) & (cols < D)
             b = tl.load(source + head_b * D + cols, mask=mask_b, other=0.0).to(tl.float32)
-            squares += tl.sum(tl.sum(b * b, axis=1), axis=0)
-        factor = tl.rsqrt(squares / (H * D) + eps)
+            squares += tl.sum(tl.sum(product(b, b), axis=1), axis=0)
+        factor = tl.rsqrt(squares / (H * D) + eps.to(tl.float32))
         at_a = head_a * D + cols
         out = _rotated(a * factor, weight_row, at_a, mask_a, cos, sin, dtype, HEADS_A, BLOCK)
         tl.store(target + at_a, out, mask=mask_a)
@@ -229,12 +230,12 @@ def launch_qk_norm_rope_across_heads(
             eps,
             heads,
             size,
-            triton.next_power_of_2(size),
+            triton.next_power_of_2(int(size)),
             *split_columns(heads),
         ),
         free=(8,),
         num_warps=2 * row_warps(heads * size),
-        enable_fp_fusion=False,
+        enable_fp_fusion=True,
     )
     return q_out, k_out
 
@@ -243,6 +244,7 @@ qk_norm_rope_across_heads: Callable[..., tuple[Tensor, Tensor]] = define_fusion(
     f"{_NAME}(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin,"
     " float eps) -> (Tensor, Tensor)",
     kernel=launch_qk_norm_rope_across_heads,
+    traced=launch_qk_norm_rope_across_heads,
     reference=qk_norm_rope_across_heads_reference,
     why_not=why_not_qk_norm_rope_across_heads,
     fake=_fake,

@@ -260,13 +260,13 @@ def launch_qk_norm_rope_pack(
             eps,
             heads,
             size,
-            triton.next_power_of_2(size),
+            triton.next_power_of_2(int(size)),
             HEAD_TILE,
             v is not None,
         ),
         free=(15, 16, 17),
         num_warps=4,
-        enable_fp_fusion=False,
+        enable_fp_fusion=True,
     )
     return out
 
@@ -276,6 +276,7 @@ qk_norm_rope_pack: Callable[..., list[Tensor]] = define_fusion(  # type: ignore[
     " Tensor q_weight, Tensor k_weight, Tensor? text_q_weight, Tensor? text_k_weight,"
     " Tensor cos, Tensor sin, float eps) -> Tensor[]",
     kernel=launch_qk_norm_rope_pack,
+    traced=launch_qk_norm_rope_pack,
     reference=qk_norm_rope_pack_reference,
     why_not=_why_not,
     fake=_fake,

@@ -75,7 +75,7 @@ if HAS_TRITON:
     def head_norm(x, weight, eps, D: tl.constexpr, DTYPE: tl.constexpr):
         """Norm fp32 [HEADS, BLOCK], zero past D, with weight [1, BLOCK]; rounded as diffusers."""
         variance = tl.sum(x * x, axis=1)[:, None] / D
-        normed = (x * tl.rsqrt(variance + eps)).to(DTYPE).to(tl.float32)
+        normed = (x * tl.rsqrt(variance + eps.to(tl.float32))).to(DTYPE).to(tl.float32)
         return (normed * weight).to(DTYPE)
 
     @triton.jit
@@ -153,7 +153,7 @@ def launch_qk_rms_norm(
             eps,
             heads,
             size,
-            triton.next_power_of_2(size),
+            triton.next_power_of_2(int(size)),
             HEAD_TILE,
         ),
         free=(6,),
@@ -166,6 +166,7 @@ def launch_qk_rms_norm(
 qk_rms_norm: Callable[..., tuple[Tensor, Tensor]] = define_fusion(  # type: ignore[assignment]
     f"{_NAME}(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps) -> (Tensor, Tensor)",
     kernel=launch_qk_rms_norm,
+    traced=launch_qk_rms_norm,
     reference=qk_rms_norm_reference,
     why_not=_why_not,
     fake=_fake,

@@ -84,7 +84,7 @@ if HAS_TRITON:
             cols_b = BLOCK_A + tl.arange(0, BLOCK_B)
             b = load_fp32(x_row, cols_b, D, masked)
             squares += tl.sum(b * b, axis=0)
-        factor = tl.rsqrt(squares / D + eps)
+        factor = tl.rsqrt(squares / D + eps.to(tl.float32))
         store_row(out, cols_a, a * factor * load_fp32(weight_ptr, cols_a, D, False), D, False)
         if BLOCK_B > 0:
             y = b * factor * load_fp32(weight_ptr, cols_b, D, masked)
@@ -123,6 +123,7 @@ def launch_rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -
 rms_norm: Callable[..., Tensor] = define_fusion(  # type: ignore[assignment]
     f"{_NAME}(Tensor x, Tensor weight, float eps, ScalarType dtype) -> Tensor",
     kernel=launch_rms_norm,
+    traced=launch_rms_norm,
     reference=rms_norm_reference,
     why_not=_why_not,
     fake=_fake,

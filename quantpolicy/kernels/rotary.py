@@ -79,6 +79,8 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from quantpolicy.kernels.row_math import product
+
     @triton.jit
     def load_pairs(row, cols, mask, BLOCK: tl.constexpr):
         """Load channels of one table row as fp32 pairs: two [1, BLOCK // 2]."""
@@ -87,8 +89,8 @@ if HAS_TRITON:
 
     @triton.jit
     def rotate_pairs(x, cos_even, cos_odd, sin_even, sin_odd, HEADS: tl.constexpr, D: tl.constexpr):
-        """Rotate fp32 [HEADS, D]; the launch must forbid fused multiply-adds to be bit-exact."""
+        """Rotate fp32 [HEADS, D] as torch does: products and their sum each rounded."""
         even, odd = tl.split(tl.reshape(x, (HEADS, D // 2, 2)))
-        out_even = even * cos_even + (-odd) * sin_even
-        out_odd = odd * cos_odd + even * sin_odd
+        out_even = product(even, cos_even) + product(-odd, sin_even)
+        out_odd = product(odd, cos_odd) + product(even, sin_odd)
         return tl.reshape(tl.join(out_even, out_odd), (HEADS, D))

@@ -26,6 +26,7 @@ def row_amax_reference(x: Tensor) -> Tensor:
 
 def split_columns(columns: int) -> tuple[int, int]:
     """Return two powers of two that cover a row: the largest within it, and the rest (0: none)."""
+    columns = int(columns)
     first = 1 << (columns.bit_length() - 1)
     rest = columns - first
     return first, 1 << (rest - 1).bit_length() if rest else 0
@@ -33,6 +34,7 @@ def split_columns(columns: int) -> tuple[int, int]:
 
 def row_warps(columns: int) -> int:
     """Return the warps of a program that holds one row in registers, about 100 values a thread."""
+    columns = int(columns)
     return max(2 if columns > 2048 else 1, (1 << (columns - 1).bit_length()) // 4096)
 
 

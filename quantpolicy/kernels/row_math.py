@@ -18,22 +18,31 @@ MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 
 # Triton's interpreter runs no assembly; the plain expressions beside it are what it stands for.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# In one line each: a compiler quotes them in code that it writes.
 _SIGMOID = tl.constexpr(
-    """{
-    .reg .f32 power;
-    ex2.approx.ftz.f32 power, $1;
-    add.ftz.f32 power, power, 0f3F800000;
-    rcp.approx.ftz.f32 $0, power;
-    }"""
+    "{ .reg .f32 power;"
+    " ex2.approx.ftz.f32 power, $1;"
+    " add.ftz.f32 power, power, 0f3F800000;"
+    " rcp.approx.ftz.f32 $0, power; }"
 )
 _ROUND_TWO_TO_BF16 = tl.constexpr(
-    """{
-    .reg .b32 pair;
-    cvt.rn.bf16x2.f32 pair, $3, $2;
-    shl.b32 $0, pair, 16;
-    and.b32 $1, pair, 0xFFFF0000;
-    }"""
+    "{ .reg .b32 pair;"
+    " cvt.rn.bf16x2.f32 pair, $3, $2;"
+    " shl.b32 $0, pair, 16;"
+    " and.b32 $1, pair, 0xFFFF0000; }"
 )
+
+
+@triton.jit
+def product(x, y):
+    """Return x * y in fp32, rounded as such: no fused multiply-add takes it, none skips a cast."""
+    if _INTERPRETED:
+        out = x * y
+    else:
+        out = tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return out
 
 
 @triton.jit
@@ -77,7 +86,7 @@ def rounded_pairs(x, DTYPE: tl.constexpr):
 @triton.jit
 def fp8_scale(amax, floor, DTYPE: tl.constexpr):
     """Return the scale of an e4m3 row whose magnitudes reach ``amax``."""
-    unrounded = larger(amax, floor) * INVERSE_E4M3_MAX
+    unrounded = larger(amax, floor.to(tl.float32)) * INVERSE_E4M3_MAX
     scale = unrounded.to(DTYPE).to(tl.float32)
     if tl.float16 == DTYPE:
         scale = tl.where(unrounded < FP16_TINY, unrounded, scale)
@@ -112,7 +121,8 @@ def int8_scale(amax, DTYPE: tl.constexpr):
 def int8_codes(x, scale):
     """Return x times the reciprocal of scale, rounded half to even and clamped, as int8.
 
-    Adding 1.5 * 2^23 rounds in fp32; needs a launch without fused multiply-add.
+    Adding 1.5 * 2^23 rounds in fp32. The bounds stand between product and sum, so that no fused
+    multiply-add can take both.
     """
     value = x * tl.div_rn(1.0, scale)
     value = tl.minimum(tl.maximum(value, -128.0), 127.0)

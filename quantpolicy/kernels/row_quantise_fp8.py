@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantpolicy.kernels.registry import HAS_TRITON, decline, define_op, direct, why_no_triton
+from quantpolicy.kernels.registry import HAS_TRITON, decline, direct, why_no_triton
 from quantpolicy.kernels.replay import remembered
 from quantpolicy.kernels.row_launch import launch_rows, row_amax_reference
 from quantpolicy.kernels.rows import flat_rows, row_scales_like
+from quantpolicy.kernels.traced_launch import define_traced_op
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,7 +113,7 @@ if HAS_TRITON:
             b = tl.load(x_row + cols_b, mask=cols_b < K, other=0.0).to(tl.float32)
             amax = larger(amax, row_amax(b))
         scale = fp8_scale(amax, floor, dtype)[:, None]
-        tl.store(scale_ptr + row + tl.zeros_like(scale).to(tl.int32), scale)
+        tl.store(scale_ptr + row + tl.zeros((1, 1), dtype=tl.int32), scale)
         tl.store(q_row + cols_a, fp8_codes(a, scale, EXACT_DIVISION))
         if BLOCK_B > 0:
             tl.store(q_row + cols_b, fp8_codes(b, scale, EXACT_DIVISION), mask=cols_b < K)
@@ -139,16 +140,14 @@ if HAS_TRITON:
             part = tl.load(x_row + start + cols, mask=start + cols < K, other=0.0)
             amax = larger(amax, row_amax(part.to(tl.float32)))
         scale = fp8_scale(amax, floor, x_ptr.dtype.element_ty)[:, None]
-        tl.store(scale_ptr + row + tl.zeros_like(scale).to(tl.int32), scale)
+        tl.store(scale_ptr + row + tl.zeros((1, 1), dtype=tl.int32), scale)
         for start in range(0, K, BLOCK):
             part = tl.load(x_row + start + cols, mask=start + cols < K, other=0.0)
             codes = fp8_codes(part.to(tl.float32), scale, EXACT_DIVISION)
             tl.store(q_row + start + cols, codes, mask=start + cols < K)
 
 
-@remembered
-def launch_row_quantise_fp8(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """Run the Triton kernel and return codes [M, K] and scales [M, 1] of all rows of ``x``."""
+def _launch(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     return launch_rows(
         _row_quantise_fp8_kernel,
         _row_quantise_fp8_long_kernel,
@@ -161,12 +160,31 @@ def launch_row_quantise_fp8(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     )
 
 
+@remembered
+def launch_row_quantise_fp8(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """Run the Triton kernel and return codes [M, K] and scales [M, 1] of all rows of ``x``."""
+    return _launch(x, floor)
+
+
+def _traced(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    codes, scale = _launch(x, floor)
+    return codes.view(x.shape), scale.view(*x.shape[:-1], 1)
+
+
+def _why_not(x: Tensor, floor: float) -> str:
+    del floor
+    return "" if _has_e4m3(x.device) else "the GPU has no e4m3 conversion"
+
+
 row_quantise_fp8: Callable[[Tensor, float], tuple[Tensor, Tensor]] = direct(
-    define_op(
+    define_traced_op(
         f"{_NAME}(Tensor x, float floor) -> (Tensor, Tensor)",
         cpu=row_quantise_fp8_reference,
         cuda=_cuda,
         fake=_fake,
+        launcher=_traced,
+        why_not=_why_not,
+        shared=True,
     ),
     _cuda,
 )

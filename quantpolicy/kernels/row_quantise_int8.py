@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantpolicy.kernels.registry import HAS_TRITON, decline, define_op, direct, why_no_triton
+from quantpolicy.kernels.registry import HAS_TRITON, decline, direct, why_no_triton
 from quantpolicy.kernels.replay import remembered
 from quantpolicy.kernels.row_launch import launch_rows, row_amax_reference
 from quantpolicy.kernels.rows import flat_rows, row_scales_like
+from quantpolicy.kernels.traced_launch import define_traced_op
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,7 +82,7 @@ if HAS_TRITON:
             b = tl.load(x_row + cols_b, mask=cols_b < K, other=0.0).to(tl.float32)
             amax = larger(amax, row_amax(b))
         scale = int8_scale(amax, x_ptr.dtype.element_ty)[:, None]
-        tl.store(scale_ptr + row + tl.zeros_like(scale).to(tl.int32), scale)
+        tl.store(scale_ptr + row + tl.zeros((1, 1), dtype=tl.int32), scale)
         tl.store(q_row + cols_a, int8_codes(a, scale))
         if BLOCK_B > 0:
             tl.store(q_row + cols_b, int8_codes(b, scale), mask=cols_b < K)
@@ -106,7 +107,7 @@ if HAS_TRITON:
             part = tl.load(x_row + start + cols, mask=start + cols < K, other=0.0)
             amax = larger(amax, row_amax(part.to(tl.float32)))
         scale = int8_scale(amax, x_ptr.dtype.element_ty)[:, None]
-        tl.store(scale_ptr + row + tl.zeros_like(scale).to(tl.int32), scale)
+        tl.store(scale_ptr + row + tl.zeros((1, 1), dtype=tl.int32), scale)
         for start in range(0, K, BLOCK):
             part = tl.load(x_row + start + cols, mask=start + cols < K, other=0.0)
             tl.store(
@@ -116,25 +117,37 @@ if HAS_TRITON:
             )
 
 
-@remembered
-def launch_row_quantise_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Run the Triton kernel and return codes [M, K] and scales [M, 1] of all rows of ``x``."""
+def _launch(x: Tensor) -> tuple[Tensor, Tensor]:
     return launch_rows(
         _row_quantise_int8_kernel,
         _row_quantise_int8_long_kernel,
         x,
         torch.int8,
         empty_scale=INT8_EPS,
-        enable_fp_fusion=False,
+        enable_fp_fusion=True,
     )
 
 
+@remembered
+def launch_row_quantise_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Run the Triton kernel and return codes [M, K] and scales [M, 1] of all rows of ``x``."""
+    return _launch(x)
+
+
+def _traced(x: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scale = _launch(x)
+    return codes.view(x.shape), scale.view(*x.shape[:-1], 1)
+
+
 row_quantise_int8: Callable[[Tensor], tuple[Tensor, Tensor]] = direct(
-    define_op(
+    define_traced_op(
         f"{_NAME}(Tensor x) -> (Tensor, Tensor)",
         cpu=row_quantise_int8_reference,
         cuda=_cuda,
         fake=_fake,
+        launcher=_traced,
+        why_not=lambda _: "",
+        shared=True,
     ),
     _cuda,
 )

@@ -6,6 +6,7 @@ with a row does not belong here.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ def as_rows(x: Tensor) -> Rows:
         x: [..., K], at least one dimension.
     """
     columns = x.shape[-1]
-    count = x.shape[:-1].numel()
+    count = math.prod(x.shape[:-1])
     if x.is_contiguous():
         return Rows(x, count, max(count, 1), 0, columns, columns)
     levels = _merged_levels(x)

@@ -55,12 +55,13 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from quantpolicy.kernels.row_math import product
     from quantpolicy.kernels.token_rows import load_fp32, store_row
 
     @triton.jit
     def _added(residual, update, scale_ptr, stream, cols, D: tl.constexpr, M: tl.constexpr):
         x = load_fp32(residual, cols, D, M)
-        x += load_fp32(update, cols, D, M) * load_fp32(scale_ptr, cols, D, M)
+        x += product(load_fp32(update, cols, D, M), load_fp32(scale_ptr, cols, D, M))
         store_row(stream, cols, x, D, M)
         return x
 
@@ -91,12 +92,12 @@ if HAS_TRITON:
         masked: tl.constexpr = D < BLOCK_A + BLOCK_B
         cols_a = tl.arange(0, BLOCK_A)
         a = _added(residual, update, scale_ptr, stream, cols_a, D, False)
-        squares = tl.sum(a * a, axis=0)
+        squares = tl.sum(product(a, a), axis=0)
         if BLOCK_B > 0:
             cols_b = BLOCK_A + tl.arange(0, BLOCK_B)
             b = _added(residual, update, scale_ptr, stream, cols_b, D, masked)
-            squares += tl.sum(b * b, axis=0)
-        factor = tl.rsqrt(squares / D + eps)
+            squares += tl.sum(product(b, b), axis=0)
+        factor = tl.rsqrt(squares / D + eps.to(tl.float32))
         y = a * factor * load_fp32(weight_ptr, cols_a, D, False)
         store_row(normed, cols_a, y, D, False)
         if BLOCK_B > 0:
@@ -136,7 +137,7 @@ def launch_scale_add_rms_norm(
         ),
         free=(6,),
         num_warps=row_warps(columns),
-        enable_fp_fusion=False,
+        enable_fp_fusion=True,
     )
     return stream, normed
 
@@ -145,6 +146,7 @@ scale_add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = define_fusion(  # typ
     f"{_NAME}(Tensor residual, Tensor update, Tensor scale, Tensor weight, float eps)"
     " -> (Tensor, Tensor)",
     kernel=launch_scale_add_rms_norm,
+    traced=launch_scale_add_rms_norm,
     reference=scale_add_rms_norm_reference,
     why_not=_why_not,
     fake=_fake,

@@ -69,7 +69,7 @@ def launch_swiglu(x: Tensor) -> Tensor:
     out = _fake(x)
     if out.numel() == 0:
         return out
-    columns = out.shape[-1]
+    columns = int(out.shape[-1])
     rows = out.numel() // columns
     block = min(_BLOCK, triton.next_power_of_2(columns))
     keyed_launch(
@@ -91,6 +91,7 @@ def launch_swiglu(x: Tensor) -> Tensor:
 swiglu: Callable[[Tensor], Tensor] = define_fusion(  # type: ignore[assignment]
     f"{_NAME}(Tensor x) -> Tensor",
     kernel=launch_swiglu,
+    traced=launch_swiglu,
     reference=swiglu_reference,
     why_not=_why_not,
     fake=_fake,

@@ -51,7 +51,7 @@ def traced_fp8_gemm(
 
 def _vendor_route(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> str | None:
     """Return the vendor's route at any number of rows, None when there is none."""
-    n, k = weight.shape
+    n, k = (int(size) for size in weight.shape)
     route = route_at_any_rows(x.device.type, x.device.index, n, k, bias is not None, dtype)
     is_vendor = route in (Route.EPILOGUE.value, Route.SEPARATE_BIAS.value)
     return route if is_vendor and x.numel() > 0 else None
