@@ -175,7 +175,7 @@ if HAS_TRITON:
         if BLOCK_B > 0:
             b = tl.where(cols_b < D, b - mean, 0.0)
             squares += tl.sum(b * b, axis=1)
-        rstd = tl.rsqrt(squares[:, None] / D + eps.to(tl.float32))
+        rstd = tl.rsqrt(squares[:, None] / D + tl.cast(eps, tl.float32))
         a = _transformed(
             a * rstd,
             weight_ptr,

@@ -145,7 +145,7 @@ if HAS_TRITON:
             mask_b = (head_b < H) & (cols < D)
             b = tl.load(source + head_b * D + cols, mask=mask_b, other=0.0).to(tl.float32)
             squares += tl.sum(tl.sum(product(b, b), axis=1), axis=0)
-        factor = tl.rsqrt(squares / (H * D) + eps.to(tl.float32))
+        factor = tl.rsqrt(squares / (H * D) + tl.cast(eps, tl.float32))
         at_a = head_a * D + cols
         out = _rotated(a * factor, weight_row, at_a, mask_a, cos, sin, dtype, HEADS_A, BLOCK)
         tl.store(target + at_a, out, mask=mask_a)

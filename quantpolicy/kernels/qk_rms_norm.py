@@ -75,7 +75,7 @@ if HAS_TRITON:
     def head_norm(x, weight, eps, D: tl.constexpr, DTYPE: tl.constexpr):
         """Norm fp32 [HEADS, BLOCK], zero past D, with weight [1, BLOCK]; rounded as diffusers."""
         variance = tl.sum(x * x, axis=1)[:, None] / D
-        normed = (x * tl.rsqrt(variance + eps.to(tl.float32))).to(DTYPE).to(tl.float32)
+        normed = (x * tl.rsqrt(variance + tl.cast(eps, tl.float32))).to(DTYPE).to(tl.float32)
         return (normed * weight).to(DTYPE)
 
     @triton.jit

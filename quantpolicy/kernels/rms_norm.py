@@ -84,7 +84,7 @@ if HAS_TRITON:
             cols_b = BLOCK_A + tl.arange(0, BLOCK_B)
             b = load_fp32(x_row, cols_b, D, masked)
             squares += tl.sum(b * b, axis=0)
-        factor = tl.rsqrt(squares / D + eps.to(tl.float32))
+        factor = tl.rsqrt(squares / D + tl.cast(eps, tl.float32))
         store_row(out, cols_a, a * factor * load_fp32(weight_ptr, cols_a, D, False), D, False)
         if BLOCK_B > 0:
             y = b * factor * load_fp32(weight_ptr, cols_b, D, masked)

@@ -86,7 +86,7 @@ def rounded_pairs(x, DTYPE: tl.constexpr):
 @triton.jit
 def fp8_scale(amax, floor, DTYPE: tl.constexpr):
     """Return the scale of an e4m3 row whose magnitudes reach ``amax``."""
-    unrounded = larger(amax, floor.to(tl.float32)) * INVERSE_E4M3_MAX
+    unrounded = larger(amax, tl.cast(floor, tl.float32)) * INVERSE_E4M3_MAX
     scale = unrounded.to(DTYPE).to(tl.float32)
     if tl.float16 == DTYPE:
         scale = tl.where(unrounded < FP16_TINY, unrounded, scale)

@@ -97,7 +97,7 @@ if HAS_TRITON:
             cols_b = BLOCK_A + tl.arange(0, BLOCK_B)
             b = _added(residual, update, scale_ptr, stream, cols_b, D, masked)
             squares += tl.sum(product(b, b), axis=0)
-        factor = tl.rsqrt(squares / D + eps.to(tl.float32))
+        factor = tl.rsqrt(squares / D + tl.cast(eps, tl.float32))
         y = a * factor * load_fp32(weight_ptr, cols_a, D, False)
         store_row(normed, cols_a, y, D, False)
         if BLOCK_B > 0:

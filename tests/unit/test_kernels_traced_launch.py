@@ -57,9 +57,7 @@ class Driver:
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(
-        traced_launch, "is_tracing", lambda tensor: torch.compiler.is_dynamo_compiling()
-    )
+    monkeypatch.setattr(traced_launch, "is_tracing", lambda _: torch.compiler.is_dynamo_compiling())
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -86,8 +84,7 @@ class Graphs:
         del inputs
         self.modules.append(module)
         results = [node.meta["val"] for node in module.graph.output_node().args[0]]
-        shapes = [[getattr(s, "node", None) and s.node.hint or s for s in x.shape] for x in results]
-        empty = [torch.empty(s, dtype=x.dtype) for s, x in zip(shapes, results, strict=True)]
+        empty = [torch.empty([hint(size) for size in x.shape], dtype=x.dtype) for x in results]
         return lambda *_: empty
 
     def launches(self) -> list[Launch]:
@@ -106,6 +103,11 @@ class Graphs:
         """Return the names of the ops of this package that are left in the last graph."""
         targets = [str(node.target) for node in self.modules[-1].graph.nodes]
         return [name.split(".")[1] for name in targets if name.startswith("quantpolicy.")]
+
+
+def hint(size: Any) -> int:
+    """Return the size at hand of an open one, without closing it."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def compiled(function: Callable[..., Any], *args: Any, dynamic: bool | None = None) -> Graphs:
