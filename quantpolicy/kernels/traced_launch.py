@@ -103,6 +103,8 @@ def define_traced_op(
             gradient = torch.is_grad_enabled() and wants_gradient(args)
             if kwargs or gradient or not is_traced(name) or why_not(*args):
                 return op(*args, **(kwargs or {}))
+            # An open float is closed here: kernels get numbers.
+            args = tuple(float(a) if isinstance(a, torch.SymFloat) else a for a in args)
             if shared:
                 return _made_once(mode, name, launcher, args)
             return _traced(name, launcher, args)

@@ -296,5 +296,5 @@ def test_memory_is_not_copied(case: Case) -> None:
     before = torch.cuda.memory_allocated()
     found = tensors(compiled(*arguments))
     results = sum(each.numel() * each.element_size() for each in found)
-    # Blocks of the allocator are multiples of 512 bytes.
-    assert torch.cuda.max_memory_allocated() - before <= results + 512 * len(found)
+    # The allocator may hand out a block that is a MiB too large; a copied input is larger.
+    assert torch.cuda.max_memory_allocated() - before <= results + len(found) * 2**20
