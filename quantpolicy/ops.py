@@ -14,6 +14,10 @@ from quantpolicy.schemes import Contract, Execution, Scheme
 # the tensor memory accelerator the third.
 TRITON_SM = 80
 FP8_SM = 89
+# Compiled code calls an op from Python, about 0.1 ms of the host's time. From this number of rows
+# on the device is busy for longer, so that it does not show; bench/results/execution.json has a
+# step at 1,120 tokens, where it does.
+COMPILED_ROWS = 4096
 TMA_SM = 90
 
 

@@ -1,8 +1,10 @@
 """The quantised Linears as torch.compile sees them: a row quantisation, a GEMM, a bias.
 
-The quantisation stays one op: it reads its rows once, where a compiler that fuses it with their
-producer computes them twice. The GEMM is torch's own where that takes the shape. Bytes are those
-of eager code. Chosen while tracing; eager code never comes here.
+At many rows the quantisation stays one op: it reads its rows once, where a compiler that fuses it
+with their producer computes them twice. At few rows the host is what a forward waits for, and plain
+torch fused with the producer costs it nothing; a compiler then keeps the scale in fp32 where eager
+code rounds it. The GEMM is torch's own where that takes the shape. Chosen while tracing; eager code
+never comes here.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from torch import Tensor
 
 from quantpolicy.kernels.fp8_linear import fp8_gemm, fp8_linear
 from quantpolicy.kernels.int8_linear import int8_gemm
-from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8
-from quantpolicy.kernels.row_quantise_int8 import row_quantise_int8
+from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8, row_quantise_fp8_reference
+from quantpolicy.kernels.row_quantise_int8 import row_quantise_int8, row_quantise_int8_reference
 from quantpolicy.kernels.scaled_mm_probe import Route, route_at_any_rows
+from quantpolicy.ops import COMPILED_ROWS
 
 _SHARED = "quantpolicy_rows"
 
@@ -29,9 +32,27 @@ def traced_fp8_linear(
     route = _vendor_route(x, weight, bias, x.dtype)
     if route is None:
         return fp8_linear(x, weight, weight_scale, bias, floor)
-    share_rows()
-    codes, scale = row_quantise_fp8(x, floor)
+    codes, scale = _quantised_fp8(x, floor)
     return _vendor_gemm(route, codes, scale, weight, weight_scale, bias, x.dtype)
+
+
+def _quantised_fp8(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    if _has_few_rows(x):
+        return row_quantise_fp8_reference(x, floor)
+    share_rows()
+    return row_quantise_fp8(x, floor)
+
+
+def _quantised_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    if _has_few_rows(x):
+        return row_quantise_int8_reference(x)
+    share_rows()
+    return row_quantise_int8(x)
+
+
+def _has_few_rows(x: Tensor) -> bool:
+    """Tell the two ways apart; sizes on either side of the limit are compiled apart."""
+    return x.shape[:-1].numel() < COMPILED_ROWS
 
 
 def traced_fp8_gemm(
@@ -87,8 +108,7 @@ def traced_int8_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
 ) -> Tensor:
     """Return what ``int8_linear`` returns, in two steps."""
-    share_rows()
-    codes, scale = row_quantise_int8(x)
+    codes, scale = _quantised_int8(x)
     rows = codes.reshape(x.shape[:-1].numel(), x.shape[-1])
     out = int8_gemm(rows, scale.reshape(-1), weight, weight_scale, bias, x.dtype)
     return out.reshape(*x.shape[:-1], weight.shape[0])

@@ -25,6 +25,7 @@ from quantpolicy.kernels.row_quantise_int8 import row_quantise_int8
 from quantpolicy.kernels.scale_add_rms_norm import scale_add_rms_norm
 from quantpolicy.kernels.swiglu import swiglu
 from quantpolicy.kernels.traced_launch import traced_launches
+from quantpolicy.ops import COMPILED_ROWS
 from quantpolicy.runtime.weights import quantise_weight
 from quantpolicy.schemes import Scheme
 
@@ -183,7 +184,7 @@ def test_one_launch_and_no_op(case: Case) -> None:
         compiled(*arguments)
         torch.cuda.synchronize()
     events = profile.events()
-    on_device = [e.name for e in events if e.device_type is torch.autograd.DeviceType.CUDA]
+    on_device = [e.name for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
     assert sum(case.kernel in name for name in on_device) == 1
     assert not any("quantpolicy::" in event.name for event in events)
     assert op_counts().get(name) == before
@@ -262,7 +263,7 @@ def test_three_linears_quantise_their_input_once(scheme: Scheme, settings: Any) 
         return [linear(x) for linear in model]
 
     compiled = torch.compile(project, fullgraph=True)
-    x = noise(2, 560, WIDTH)
+    x = noise(2, COMPILED_ROWS // 2, WIDTH)
     compiled(x)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -270,7 +271,7 @@ def test_three_linears_quantise_their_input_once(scheme: Scheme, settings: Any) 
         torch.cuda.synchronize()
     kernel = f"_row_quantise_{scheme.value}_kernel"
     events = profile.events()
-    on_device = [e.name for e in events if e.device_type is torch.autograd.DeviceType.CUDA]
+    on_device = [e.name for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
     assert sum(kernel in name for name in on_device) == 1
     for one, other in zip(found, project(x), strict=True):
         assert (one.double() - other.double()).norm() / other.double().norm() < 2**-8

@@ -13,6 +13,7 @@ from quantpolicy.kernels.int8_linear import int8_gemm, int8_linear, int8_matmul_
 from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8
 from quantpolicy.kernels.scaled_mm_probe import PROBE_ROWS, forget_routes, route_at_any_rows
 from quantpolicy.kernels.traced import traced_fp8_gemm, traced_fp8_linear, traced_int8_linear
+from quantpolicy.ops import COMPILED_ROWS
 from quantpolicy.schemes import Scheme
 
 FLOOR = 1e-12
@@ -115,17 +116,26 @@ class Projections(torch.nn.Module):
 @pytest.mark.parametrize("scheme", [Scheme.FP8, Scheme.INT8])
 def test_an_input_of_several_linears_is_quantised_once(scheme: Scheme) -> None:
     model = Projections(scheme)
-    x, other = torch.randn(2, 5, 48).bfloat16(), torch.randn(2, 5, 48).bfloat16()
+    many = COMPILED_ROWS // 2
+    x, other = torch.randn(2, many, 48).bfloat16(), torch.randn(2, many, 48).bfloat16()
     torch._dynamo.reset()
     with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
         compiled = torch.compile(model, fullgraph=True)
         found, codes = run_and_get_code(compiled, x, other)
         assert found_equal(found, model(x, other))
         # A second graph shares nothing with the first.
-        wide = torch.randn(3, 7, 48).bfloat16()
+        wide = torch.randn(3, many, 48).bfloat16()
         assert found_equal(compiled(wide, wide), model(wide, wide))
-    (code,) = codes
-    assert code.count(f"torch.ops.quantpolicy.row_quantise_{scheme.value}.default(") == 2
+        few = torch.randn(2, 5, 48).bfloat16()
+        near, few_codes = run_and_get_code(compiled, few, few)
+        # Scales that eager code rounds to bf16 stay fp32: codes move by a step here and there.
+        limit = {Scheme.FP8: 2**-5, Scheme.INT8: 2**-7}[scheme]
+        assert all(
+            float((one.double() - exact.double()).norm() / exact.double().norm()) < limit
+            for one, exact in zip(near, model(few, few), strict=True)
+        )
+    call = f"torch.ops.quantpolicy.row_quantise_{scheme.value}.default("
+    assert [code.count(call) for code in (*codes, *few_codes)] == [2, 0]
 
 
 def found_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:

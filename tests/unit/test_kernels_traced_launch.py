@@ -34,6 +34,7 @@ from quantpolicy.kernels.row_quantise_int8 import row_quantise_int8
 from quantpolicy.kernels.scale_add_rms_norm import scale_add_rms_norm
 from quantpolicy.kernels.swiglu import swiglu
 from quantpolicy.kernels.traced import traced_fp8_linear, traced_int8_linear
+from quantpolicy.ops import COMPILED_ROWS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FLOOR = 1e-12
@@ -350,7 +351,7 @@ def test_linears_of_one_input_quantise_it_once() -> None:
         found = [traced_fp8_linear(x, weight, scale, bias, FLOOR) for _ in range(3)]
         return found + [traced_int8_linear(x, integers, scale, bias) for _ in range(3)]
 
-    graphs = compiled(projections, half(2, 5, 48))
+    graphs = compiled(projections, half(2, COMPILED_ROWS // 2, 48))
     assert len(graphs.launches()) == 2
     assert graphs.ops() == ["int8_gemm"] * 3
     nodes = graphs.modules[-1].graph.nodes
