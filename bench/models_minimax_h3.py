@@ -34,7 +34,7 @@ TILES = 28
 EXACT_AT_ONCE = 4
 TURNS = 5
 STEPS = ("rms_norm", "scale_add_rms_norm", "qk_rms_norm_rope", "qkv_linear", "swiglu")
-OPS = (*STEPS[:-1], "swiglu_linear", "chained_norms")
+OPS = (*STEPS[:-1], "swiglu_linear")
 FP32 = ("norm1", "norm2", "norm_out", "scale1", "scale2")
 # What a result in pixels may differ by in any case.
 LEAST_ERROR = 5e-5
@@ -73,8 +73,8 @@ def bench_minimax_h3(quick: bool, repeats: int) -> list[Row]:
 
 def _op_by_op(model: nn.Module, call: Call, reference: Tensor, repeats: int) -> list[Row]:
     rows = [measure("stock, batched", call, reference, repeats)]
-    names = [f"+ {op}" for op in STEPS] + ["swiglu_linear for swiglu", "+ chained_norms"]
-    mounts = [STEPS[: n + 1] for n in range(len(STEPS))] + [OPS[:-1], OPS]
+    names = [f"+ {op}" for op in STEPS] + ["swiglu_linear for swiglu"]
+    mounts = [STEPS[: n + 1] for n in range(len(STEPS))] + [OPS]
     for name, ops in zip(names, mounts, strict=True):
         report = mount(model, ops)
         assert not report.declined, report.declined

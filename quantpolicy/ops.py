@@ -62,7 +62,6 @@ OPS = {
     "swiglu": OpFacts(Contract.HIGH, TRITON_SM),
     "swiglu_linear": OpFacts(Contract.HIGH, TMA_SM, Scheme.DENSE, replaces=("swiglu",)),
     "qkv_linear": OpFacts(Contract.HIGH, scheme=Scheme.DENSE),
-    "chained_norms": OpFacts(Contract.HIGH, TRITON_SM),
     "batched_tiles": OpFacts(Contract.HIGH),
     "layer_norm_fp32": OpFacts(Contract.HIGH, TRITON_SM),
     "layer_norm_fp8": OpFacts(Contract.HIGH, FP8_SM, Scheme.FP8, Execution.FUSED),

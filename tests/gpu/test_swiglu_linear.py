@@ -1,4 +1,4 @@
-"""The Linear with a SwiGLU in its epilogue, and chained norms, on a CUDA device."""
+"""The Linear with a SwiGLU in its epilogue on a CUDA device."""
 
 from __future__ import annotations
 
@@ -225,23 +225,17 @@ def decoder() -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def handed_over() -> int:
-    found = op_counts().get("chained_norms")
-    return found.calls if found else 0
-
-
-def test_chained_norms_and_swiglu_linear_in_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "gains", lambda *_: True)
     model, z = decoder(), noise(3, 24, 5, 8, 8)
     with torch.no_grad():
         expected = model.decoder(z)
         ops = ("rms_norm", "scale_add_rms_norm", "qk_rms_norm_rope", "swiglu_linear")
-        assert mount(model, (*ops, "qkv_linear", "chained_norms")).declined == {}
-        before, calls = handed_over(), counts().calls
+        assert mount(model, (*ops, "qkv_linear")).declined == {}
+        calls = counts().calls
         for _ in range(2):
             error = (model.decoder(z).float() - expected.float()).norm() / expected.float().norm()
             assert 0 < float(error) < 4e-3
-        assert handed_over() == before + 2 * 3
         assert counts().calls == calls + 2 * 4
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -250,10 +244,8 @@ def test_chained_norms_and_swiglu_linear_in_a_decoder(monkeypatch: pytest.Monkey
         assert torch.equal(held, model.decoder(z))
         model.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
         try:
-            before = handed_over()
             error = (model.decoder(z).float() - expected.float()).norm() / expected.float().norm()
             assert float(error) < 4e-3
-            assert handed_over() == before
         finally:
             torch._dynamo.reset()
             for part in model.modules():

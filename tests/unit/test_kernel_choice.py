@@ -14,6 +14,7 @@ from quantpolicy.host import Backend
 from quantpolicy.lint import lint
 from quantpolicy.ops import MOUNTABLE, OPS
 from quantpolicy.plan import QuantPlan
+from quantpolicy.request import Request
 from quantpolicy.rules import load_rules
 from quantpolicy.schemes import ComponentKind, Contract
 
@@ -125,6 +126,24 @@ def test_ops_that_need_a_scheme_or_an_execution(scheme, execution, expected) -> 
         }
     # The autoencoder is dense whatever the denoiser is.
     assert ops(plan)[-2:] == VAE_OPS
+
+
+def test_compiled_code_of_few_rows_calls_no_op() -> None:
+    def shipped(**request: object) -> QuantPlan:
+        values = {"transformer": "fp8", "execution": "fused", "quality": "high", **request}
+        return resolve(
+            "wan2.2-ti2v-5b", host=Host.load("h200"), request=Request.model_validate(values)
+        )
+
+    few = {"resolution": "512x320", "frames": 25}
+    plan = shipped(**few, speed="compile")
+    assert (plan.workload.image_tokens, plan.kernels) == (1120, ())
+    assert left_out(plan)["transformer.gelu_fp8_linear"] == (
+        "compiled code calls it from Python, which shows below 4096 image tokens;"
+        " speed eager mounts it"
+    )
+    assert "transformer.gelu_fp8_linear" in ops(shipped(**few, speed="eager"))
+    assert "transformer.gelu_fp8_linear" in ops(shipped(speed="compile"))
 
 
 def test_an_op_that_replaces_another_stands_alone_where_it_is_planned() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,7 +19,6 @@ SITES = {
     "swiglu": 2,
     "swiglu_linear": 2,
     "qkv_linear": 4,
-    "chained_norms": 3,
     "batched_tiles": 1,
 }
 TOGETHER = tuple(op for op in SITES if op != "swiglu")
@@ -175,65 +172,6 @@ def test_swiglu_linear_leaves_other_linears_alone(model):
     assert report.declined == {"swiglu_linear": reason}
     entry.proj = plain
     assert mount(model, ("swiglu_linear",)).mounted == {"swiglu_linear": 2}
-
-
-def handed_over() -> int:
-    counts = op_counts().get("chained_norms")
-    return counts.calls if counts else 0
-
-
-def test_norms_are_handed_to_the_next_block_once(model):
-    mount(model, ("chained_norms",))
-    first, second = model.decoder.transformer_blocks
-    before = handed_over()
-    decoded(model)
-    tiles = 3
-    assert handed_over() == before + tiles
-    with torch.no_grad():
-        x = torch.randn(1, 6, 128)
-        stream = first(x)
-        expected = second(stream.clone())
-        assert handed_over() == before + tiles
-        for handed in (1, 0):
-            count = handed_over()
-            assert torch.equal(second(stream), expected)
-            assert handed_over() == count + handed
-
-
-def test_rows_of_a_changed_stream_or_of_another_norm_are_not_taken(model):
-    mount(model, ("chained_norms",))
-    first, second = model.decoder.transformer_blocks
-    with torch.no_grad():
-        x = torch.randn(1, 6, 128)
-        stream = first(x).mul_(2)
-        count = handed_over()
-        assert torch.equal(second(stream), second(stream.clone()))
-        stream = first(x)
-        assert torch.equal(first(stream), first(stream.clone()))
-        second.norm1 = nn.RMSNorm(128, eps=1e-5)
-        second.norm1.weight.data.mul_(3)
-        stream = first(x)
-        assert torch.equal(second(stream), second(stream.clone()))
-    with torch.inference_mode():
-        stream = first(x)
-        assert torch.equal(second(stream), second(stream.clone()))
-    assert handed_over() == count
-
-
-def test_chained_blocks_leave_nothing_behind(model):
-    names = [sorted(vars(block)) for block in model.decoder.transformer_blocks]
-    mount(model, ("chained_norms",))
-    first, _ = model.decoder.transformer_blocks
-    with torch.no_grad():
-        stream = first(torch.randn(1, 6, 128))
-    rows = weakref.ref(stream._quantpolicy_normed.rows)
-    assert rows() is not None
-    del stream
-    assert rows() is None
-    unmount(model)
-    assert [sorted(vars(block)) for block in model.decoder.transformer_blocks] == names
-    with torch.no_grad():
-        assert vars(first(torch.randn(1, 6, 128))) == {}
 
 
 def test_compiled_blocks_stay_one_graph(model):

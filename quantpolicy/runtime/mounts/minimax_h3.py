@@ -18,13 +18,6 @@ from quantpolicy.kernels.rms_norm import rms_norm
 from quantpolicy.kernels.scale_add_rms_norm import scale_add_rms_norm
 from quantpolicy.kernels.swiglu import swiglu
 from quantpolicy.kernels.swiglu_linear import swiglu_linear
-from quantpolicy.runtime.mounts.hand_over import (
-    leave_normed,
-    link_norms,
-    next_norm,
-    take_normed,
-    unlink_norms,
-)
 from quantpolicy.runtime.mounts.shared_weights import adjacent, qkv_of, share_storage
 from quantpolicy.runtime.mounts.site import Part, Rewrite, is_dense
 
@@ -43,60 +36,28 @@ class DecoderBlock(Rewrite):
     Args:
         norms: the first RMSNorm in one op.
         adds: both scaled residual adds in one op each, the first with the RMSNorm behind it.
-        chains: the second add with the next block's first RMSNorm in one op.
     """
 
     norms = False
     adds = False
-    chains = False
 
     def forward(self: Part, hidden_states: Tensor, rotary_emb: Rotary | None = None) -> Tensor:
         """Return the residual stream after the block."""
         dtype = self.attn.to_q.weight.dtype
-        normed = take_normed(hidden_states, self.norm1, dtype) if self.chains else None
-        if normed is None:
-            normed = self._norm_first(hidden_states, dtype)
+        if self.norms:
+            normed = rms_norm(hidden_states, self.norm1.weight, self.norm1.eps, dtype)
+        else:
+            normed = self.norm1(hidden_states.float()).to(dtype)
         update = self.attn(normed, rotary_emb)
         if self.adds and update.dtype is dtype:
             stream, normed = scale_add_rms_norm(
                 hidden_states, update, self.scale1, self.norm2.weight, self.norm2.eps
             )
-        else:
-            stream = hidden_states + update * self.scale1
-            normed = self.norm2(stream.float()).to(dtype)
-        result: Tensor = self._add_last(stream, self.ff(normed))
+            return gated_residual(stream, self.ff(normed), self.scale2)
+        stream = hidden_states + update * self.scale1
+        normed = self.norm2(stream.float()).to(dtype)
+        result: Tensor = stream + self.ff(normed) * self.scale2
         return result
-
-    def _norm_first(self: Part, hidden_states: Tensor, dtype: torch.dtype) -> Tensor:
-        if self.norms:
-            return rms_norm(hidden_states, self.norm1.weight, self.norm1.eps, dtype)
-        normed: Tensor = self.norm1(hidden_states.float()).to(dtype)
-        return normed
-
-    def _add_last(self: Part, stream: Tensor, update: Tensor) -> Tensor:
-        half = update.dtype is self.attn.to_q.weight.dtype
-        norm = next_norm(self, stream) if self.chains and half else None
-        if norm is not None:
-            stream, normed = scale_add_rms_norm(stream, update, self.scale2, norm.weight, norm.eps)
-            leave_normed(stream, norm, normed)
-        elif self.adds and half:
-            stream = gated_residual(stream, update, self.scale2)
-        else:
-            stream = stream + update * self.scale2
-        return stream
-
-
-class ChainedBlocks(Rewrite):
-    """The decoder, whose blocks know each other's norms while this is mounted."""
-
-    links = False
-
-    def _quantpolicy_mounted(self: Part, slot: str) -> None:
-        del slot
-        link_norms(self.transformer_blocks)
-
-    def _quantpolicy_unmounted(self: Part) -> None:
-        unlink_norms(self.transformer_blocks)
 
 
 class DecoderAttention(Rewrite):

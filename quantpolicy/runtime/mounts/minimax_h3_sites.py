@@ -11,7 +11,6 @@ from torch import nn
 from quantpolicy.kernels.qk_rms_norm_rope import HEAD_SIZE
 from quantpolicy.runtime.mounts.minimax_h3 import (
     BatchedTiles,
-    ChainedBlocks,
     DecoderAttention,
     DecoderBlock,
     FusedWeights,
@@ -30,7 +29,6 @@ from quantpolicy.runtime.mounts.site import (
 )
 
 BLOCK = "MiniMaxH3VideoTransformerBlock"
-DECODER = "MiniMaxH3VideoViTDecoder3d"
 PROCESSOR = "MiniMaxH3VideoAttnProcessor"
 AUTOENCODER = "AutoencoderKLMiniMaxH3"
 
@@ -136,24 +134,6 @@ def find_qkv_linear(model: nn.Module) -> Sites:
     return Sites(tuple(found), tuple(rejected))
 
 
-def find_chained_norms(model: nn.Module) -> Sites:
-    """Return the decoders, which link their blocks, and the blocks."""
-    found: list[Site] = []
-    rejected: list[tuple[str, str]] = []
-    for name, decoder in model.named_modules():
-        if former_class(decoder).__name__ != DECODER:
-            continue
-        found.append(Site(name, decoder, ChainedBlocks, "links"))
-        for number, block in enumerate(decoder.transformer_blocks):
-            where = f"{name}.transformer_blocks.{number}"
-            _, reason = _rms_norm_site(where, block)
-            _, more = _scale_add_site(where, block)
-            if reason or more:
-                rejected.append((where, reason or more))
-            found.append(Site(where, block, DecoderBlock, "chains"))
-    return Sites(tuple(found), tuple(rejected))
-
-
 def find_batched_tiles(model: nn.Module) -> Sites:
     """Return the autoencoder."""
     found = tuple(
@@ -171,6 +151,5 @@ FINDERS: dict[str, Callable[[nn.Module], Sites]] = {
     "swiglu": lambda model: _find(model, _swiglu_site),
     "swiglu_linear": lambda model: _find(model, _swiglu_linear_site),
     "qkv_linear": find_qkv_linear,
-    "chained_norms": find_chained_norms,
     "batched_tiles": find_batched_tiles,
 }
