@@ -1,4 +1,4 @@
-"""Write the generated parts of the documentation: README's table and plan, and the plan matrix.
+"""Write the generated parts of the documentation: README's table and plan, and the two pictures.
 
 Run as ``python docs/generate.py``; a test holds the files to what it writes. Prose does not belong
 here.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +23,31 @@ from quantpolicy.schemes import ComponentKind, Scheme
 DOCS = Path(__file__).parent
 README = DOCS.parent / "README.md"
 MATRIX = DOCS / "plans.svg"
+EXECUTION = DOCS / "execution.svg"
+RESULTS = DOCS.parent / "bench" / "results" / "execution.json"
 
 CELL_WIDTH, CELL_HEIGHT, LEFT, TOP = 78, 26, 190, 62
 COLOURS = {Scheme.FP8: "#2a7f9e", Scheme.INT8: "#d98f2b", Scheme.DENSE: "#c9ced6"}
+BAR_HEIGHT, BAR_SCALE, BAR_LEFT = 18, 240, 290
+# One group of bars: part of the results, tokens, what to call it.
+STEPS = (
+    ("wan", 1120, "Wan 5B, 1,120 tokens"),
+    ("wan", 27280, "Wan 5B, 27,280 tokens"),
+    ("hunyuan", 27286, "HunyuanVideo, 12 blocks, 27,286 tokens"),
+)
+# One bar: variant, mode, field, what to call it.
+WAYS = (
+    ("dense", "eager", "ms", "dense, eager"),
+    ("fused_fp8", "eager", "ms", "fused fp8, eager"),
+    ("fused_fp8_kernels", "eager", "ms", "fused fp8 and kernels, eager"),
+    ("dense", "compile", "ms", "dense, compiled"),
+    ("torchao_fp8", "compile", "ms", "torchao fp8, compiled"),
+    ("fused_int8", "compile", "ms", "fused int8, compiled"),
+    ("fused_fp8", "compile", "ms", "fused fp8, compiled"),
+    ("fused_fp8_kernels", "compile", "ms", "fused fp8 and kernels, compiled"),
+    ("dense", "eager", "graph_ms", "dense, CUDA graph"),
+    ("fused_fp8_joined_kernels", "eager", "graph_ms", "fused fp8, joined, kernels, CUDA graph"),
+)
 INK = {Scheme.FP8: "#ffffff", Scheme.INT8: "#1d1d1f", Scheme.DENSE: "#1d1d1f"}
 
 
@@ -129,10 +152,62 @@ def _cell(x: int, y: int, scheme: Scheme, fits: bool) -> list[str]:
     ]
 
 
+def render_execution() -> str:
+    """Return measured step times, dense compiled as 1, as SVG."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    groups = []
+    for part, tokens, title in STEPS:
+        measured = [row for row in results[part] if row.get("tokens") == tokens]
+        rows = {(row["variant"], row["mode"]): row for row in measured if "superseded" not in row}
+        unit = rows["dense", "compile"]["ms"]
+        bars = [
+            (rows[variant, mode][field] / unit, name, _scheme_of(variant))
+            for variant, mode, field, name in WAYS
+            if field in rows.get((variant, mode), {})
+        ]
+        groups.append((f"{title}: 1 is {unit:,.0f} ms", bars))
+    widest = max(ratio for _, bars in groups for ratio, _, _ in bars)
+    parts: list[str] = []
+    y = 48
+    for title, bars in groups:
+        parts.append(f'<text x="12" y="{y + 14}" font-weight="600" fill="#1d1d1f">{title}</text>')
+        y += BAR_HEIGHT + 6
+        for bar in bars:
+            parts += _bar(y, *bar)
+            y += BAR_HEIGHT
+        y += 14
+    width, height = BAR_LEFT + round(widest * BAR_SCALE) + 50, y + 22
+    head = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'font-family="system-ui, sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        '<text x="12" y="24" font-size="15" font-weight="600" fill="#1d1d1f">'
+        "Time of one denoiser step against dense, compiled (shorter is faster)</text>",
+    ]
+    source = f"{results['gpu']}, torch {results['versions']['torch']}, random weights."
+    foot = f'<text x="12" y="{height - 12}" fill="#5a5f69">{escape(source)}</text>'
+    return "\n".join([*head, *parts, foot, "</svg>", ""])
+
+
+def _scheme_of(variant: str) -> Scheme:
+    return Scheme(variant.split("_")[1]) if "_" in variant else Scheme.DENSE
+
+
+def _bar(y: int, ratio: float, name: str, scheme: Scheme) -> list[str]:
+    width = round(ratio * BAR_SCALE)
+    return [
+        f'<text x="{BAR_LEFT - 10}" y="{y + 13}" text-anchor="end" fill="#1d1d1f">{name}</text>',
+        f'<rect x="{BAR_LEFT}" y="{y + 2}" width="{width}" height="{BAR_HEIGHT - 4}" rx="2" '
+        f'fill="{COLOURS[scheme]}"/>',
+        f'<text x="{BAR_LEFT + width + 6}" y="{y + 13}" fill="#1d1d1f">{ratio:.2f}</text>',
+    ]
+
+
 def main() -> None:
     """Write the generated parts in place."""
     README.write_text(render_readme(README.read_text(encoding="utf-8")), encoding="utf-8")
     MATRIX.write_text(render_matrix(), encoding="utf-8")
+    EXECUTION.write_text(render_execution(), encoding="utf-8")
 
 
 if __name__ == "__main__":

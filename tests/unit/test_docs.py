@@ -48,3 +48,8 @@ def test_every_yaml_example_is_an_overlay_without_a_finding(tmp_path: Path) -> N
         overlay = tmp_path / f"example{number}.yaml"
         overlay.write_text(example, encoding="utf-8")
         assert lint(load_rules(), overlay) == []
+
+
+def test_picture_of_step_times_is_current(generate: ModuleType) -> None:
+    text = generate.EXECUTION.read_text(encoding="utf-8")
+    assert generate.render_execution().splitlines() == text.splitlines(), REGENERATE
