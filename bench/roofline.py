@@ -7,7 +7,8 @@ preset h200 and the tables of ``quantpolicy/step_time.py`` are fitted to), needs
 a line for each measured variant of each model, tokens and mode. Exits 1 when a prediction is off by
 more than a fifth, or when the variant that is predicted to be fastest was measured slower than
 another. Joined projections and mounted kernels are measured but not predicted: their rows are left
-out.
+out, as are rows that failed and rows marked ``superseded``, with the reason. Only rows of one file
+are ranked among each other.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from quantpolicy.text import align
 from quantpolicy.workload import RowScale
 
 RESULTS = Path(__file__).parent / "results"
-REFERENCE = (RESULTS / "execution_wan.json", RESULTS / "execution_hunyuan_opaque.json")
+REFERENCE = tuple(
+    RESULTS / name
+    for name in ("execution.json", "execution_wan.json", "execution_hunyuan_opaque.json")
+)
 MOST_ERROR = 0.20
 # Times closer than this are equal: the same step measured twice differs as much.
 NOISE = 0.02
@@ -39,7 +43,12 @@ KEPT = Verdict(Cause.REQUESTED)
 
 
 class Comparison(NamedTuple):
-    """One measured variant beside its prediction; ``items`` are those of the prediction."""
+    """One measured variant beside its prediction.
+
+    Args:
+        items: those of the prediction.
+        results: name of the file that the measurement stands in, "" when it is from none.
+    """
 
     model: str
     tokens: int
@@ -48,6 +57,7 @@ class Comparison(NamedTuple):
     measured_ms: float
     predicted_ms: float
     items: dict[str, float]
+    results: str = ""
 
     @property
     def ratio(self) -> float:
@@ -81,10 +91,10 @@ class Ranking(NamedTuple):
 
 
 def compare(results: Mapping[str, object], host: Host) -> list[Comparison]:
-    """Return a comparison for each row of a results file that the resolver has a candidate for."""
+    """Return a comparison for each row of a results file that holds and has a candidate."""
     comparisons = []
     for model, shape in SHAPES.items():
-        rows = [row for row in _rows(results, model) if row["variant"].count("_") < 2]
+        rows = [row for row in _rows(results, model) if _holds(row)]
         forwards = _forwards(shape) if rows else {}
         for row in rows:
             variant, mode, tokens = row["variant"], row["mode"], row["tokens"]
@@ -105,20 +115,22 @@ def compare(results: Mapping[str, object], host: Host) -> list[Comparison]:
 def compare_files(paths: Iterable[Path], host: Host) -> list[Comparison]:
     """Return the comparisons of several results files, see ``compare``."""
     return [
-        comparison
+        comparison._replace(results=path.stem)
         for path in paths
         for comparison in compare(json.loads(path.read_text(encoding="utf-8")), host)
     ]
 
 
 def rankings(comparisons: Iterable[Comparison]) -> Iterator[Ranking]:
-    """Yield the variants of each model, tokens and mode: all, and those of each execution."""
-    groups: dict[tuple[str, int, str], list[Comparison]] = {}
+    """Yield what one file has at a model, tokens and mode: all, and those of each execution."""
+    groups: dict[tuple[str, str, int, str], list[Comparison]] = {}
     for entry in comparisons:
-        groups.setdefault((entry.model, entry.tokens, entry.mode), []).append(entry)
-    for (model, tokens, mode), entries in groups.items():
-        where = f"{model}, {tokens} tokens, {mode}"
-        yield Ranking(where, tuple(entries))
+        key = entry.results, entry.model, entry.tokens, entry.mode
+        groups.setdefault(key, []).append(entry)
+    for (results, model, tokens, mode), entries in groups.items():
+        where = f"{model}, {tokens} tokens, {mode}{results and f' ({results})'}"
+        if len(entries) > 1:
+            yield Ranking(where, tuple(entries))
         for execution in Execution:
             own = [entry for entry in entries if entry.variant.startswith(("dense", execution))]
             if 1 < len(own) < len(entries):
@@ -148,6 +160,10 @@ def inaccurate(comparisons: Iterable[Comparison]) -> list[str]:
 def _rows(results: Mapping[str, object], model: str) -> Iterator[Mapping[str, object]]:
     rows = results.get(model, [])
     yield from rows
+
+
+def _holds(row: Mapping[str, object]) -> bool:
+    return row["variant"].count("_") < 2 and not {"failed", "superseded"} & row.keys()
 
 
 def _candidate(variant: str) -> tuple[Execution, Scheme]:
@@ -196,7 +212,7 @@ def _verdict(group: LinearGroup, names: frozenset[str]) -> Verdict:
 def _print(comparisons: Iterable[Comparison]) -> None:
     head = ["model", "tokens", "mode", "variant", "measured", "predicted", "ratio"]
     items = ["Linears", "attention", "pointwise", "launches"]
-    table = [[*head, *items]]
+    table = [[*head, *items, "file"]]
     for entry in comparisons:
         numbers = [entry.measured_ms, entry.predicted_ms]
         parts = [entry.items[item] for item in items]
@@ -209,6 +225,7 @@ def _print(comparisons: Iterable[Comparison]) -> None:
                 *(f"{number:.1f}" for number in numbers),
                 f"{entry.ratio:.2f}",
                 *(f"{part:.1f}" for part in parts),
+                entry.results,
             ]
         )
     print("\n".join(align(table, right=frozenset({1, *range(4, 11)}))))

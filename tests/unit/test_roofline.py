@@ -84,6 +84,39 @@ def test_a_slower_candidate_first_is_told_for_all_and_for_its_execution() -> Non
     assert roofline.misranked([entry("dense", 10, 10), entry("fused_fp8", 10.1, 9)]) == []
 
 
+def test_rows_that_failed_that_are_superseded_or_beyond_the_plan_are_left_out() -> None:
+    row = {"variant": "dense", "tokens": 27286, "mode": "eager", "ms": 480.0}
+    others = [
+        {**row, "superseded": "measured again"},
+        {**row, "failed": "out of memory"},
+        {**row, "variant": "fused_fp8_kernels"},
+    ]
+    found = roofline.compare({"hunyuan": [*others, row]}, Host.load("h200"))
+    assert [(entry.variant, entry.measured_ms) for entry in found] == [("dense", 480.0)]
+
+
+def test_rows_of_two_files_are_not_ranked_among_each_other() -> None:
+    dense, fused = entry("dense", 10, 10), entry("fused_fp8", 12, 9)
+    one = [dense._replace(results="a"), fused._replace(results="a")]
+    where = "wan, 1120 tokens, eager (a)"
+    assert [str(ranking) for ranking in roofline.rankings(one)] == [
+        f"{where}: dense < fused_fp8, predicted fused_fp8 < dense"
+    ]
+    two = [dense._replace(results="a"), fused._replace(results="b")]
+    assert list(roofline.rankings(two)) == []
+
+
+def test_few_tokens_are_predicted_slower_fused_than_dense_where_nothing_is_compiled(
+    comparisons,
+) -> None:
+    eager = {
+        found.variant: found.predicted_ms
+        for found in comparisons
+        if (found.tokens, found.mode) == (1120, "eager")
+    }
+    assert eager["dense"] < eager["fused_fp8"] < eager["fused_int8"] < eager["torchao_fp8"]
+
+
 def test_the_command_prints_all_and_fails_where_a_prediction_does(tmp_path, capsys) -> None:
     row = {"variant": "dense", "tokens": 27286, "mode": "eager", "ms": 1e6}
     path, out = tmp_path / "results.json", tmp_path / "out.json"
