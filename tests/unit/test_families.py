@@ -501,4 +501,5 @@ def test_every_evidence_record_is_cited():
     cited += [policy.evidence for policy in RULES.schemes.values()]
     cited += [ids for spec in RULES.families.values() for ids in spec.measured.values()]
     cited += [kernel.evidence for spec in RULES.families.values() for kernel in spec.kernels]
+    cited += [use.evidence for spec in RULES.families.values() for use in spec.fusions.values()]
     assert {record for records in cited for record in records} == set(RULES.evidence)

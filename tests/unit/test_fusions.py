@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from quantpolicy.inventory.shipped import load_inventory
 from quantpolicy.lint import lint
 from quantpolicy.plan import QuantPlan
 from quantpolicy.schemes import ComponentKind
+
+ROOT = Path(__file__).parents[2]
 
 FUSIONS = """
 fusions:
@@ -158,13 +162,52 @@ def test_lint_counts_the_places_of_the_shipped_fusions(tmp_path: Path) -> None:
     assert "stand in 19 modules of transformer, expect says 20" in finding.message
 
 
+# Groups that fused execution joins where every part is quantised, by family.
+JOINED = {
+    "wan2.1-t2v-1.3b": {"self-attention.qkv": 30, "cross-attention.kv": 30},
+    "wan2.1-t2v-14b": {"cross-attention.kv": 40},
+    "wan2.1-i2v-14b": {"cross-attention.kv": 40, "added.kv": 40},
+    "wan2.2-ti2v-5b": {"self-attention.qkv": 30, "cross-attention.kv": 30},
+    "wan2.2-t2v-a14b": {"cross-attention.kv": 40},
+    "wan2.2-i2v-a14b": {"cross-attention.kv": 40},
+    "hunyuanvideo": {"self-attention.qkv": 62, "added.qkv": 20},
+    "hunyuanvideo-1.5": {"self-attention.qkv": 56, "added.qkv": 54},
+    "hunyuanvideo-1.5-720p": {"self-attention.qkv": 56, "added.qkv": 54},
+    "ltx-2": {"self-attention.qkv": 96, "cross-attention.kv": 192},
+    "ltx-2.3": {"self-attention.qk": 96, "cross-attention.vk": 192},
+    "qwen-image": {"self-attention.qkv": 60, "added.qkv": 60},
+    "qwen-image-edit": {"self-attention.qkv": 60, "added.qkv": 60},
+    "flux.1": {"self-attention.qkv": 57, "added.qkv": 19},
+    "flux.2-dev": {"self-attention.qkv": 8, "added.qkv": 8},
+    "flux.2-klein-4b": {"self-attention.qkv": 5, "added.qkv": 5},
+    "flux.2-klein-9b": {"self-attention.qkv": 8, "added.qkv": 8},
+    "z-image": {"self-attention.qkv": 34},
+    "minimax-h3": {},
+}
+
+
 @pytest.mark.parametrize("family", load_rules().families)
-def test_nothing_is_joined_before_it_is_measured(family: str) -> None:
-    rules = load_rules()
-    measured = [use for use in rules.families[family].fusions.values() if use.pays == "measured"]
-    request = Request(execution="fused")
+def test_plans_join_what_was_measured_to_pay(family: str) -> None:
+    scheme = "int8" if family.startswith("hunyuanvideo-1.5") else "fp8"
+    request = Request(execution="fused", transformer=scheme)
     plan = resolve(family, host=Host.load("h200"), request=request)
-    assert bool(plan.fusions) is bool(measured and plan.components["transformer"].layers)
+    found = Counter(group.name for group in plan.fusions if group.component == "transformer")
+    assert found == JOINED[family]
+
+
+RATIOS = {
+    (row["family"], row["fusion"], row["scheme"]): row["joined_of_apart"]
+    for row in json.loads((ROOT / "bench/results/joined.json").read_text())["joined"]
+}
+
+
+@pytest.mark.parametrize("family", load_rules().families)
+def test_the_table_says_of_each_fusion_what_the_measurement_says(family: str) -> None:
+    schemes = ["int8"] if family.startswith("hunyuanvideo-1.5") else ["fp8", "int8"]
+    for name, use in load_rules().families[family].fusions.items():
+        pays = all(RATIOS[family, name, scheme] <= 0.97 for scheme in schemes)
+        assert use.pays == ("measured" if pays else "refuted"), name
+        assert use.evidence
 
 
 @pytest.mark.parametrize("family", load_rules().families)
