@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.execution_shapes import SHAPES, Shape
+from quantpolicy.errors import RequestError
 from quantpolicy.host import Host
 from quantpolicy.inventory.live import build_on_meta, inventory_from_module
+from quantpolicy.json_source import parse_json_object
 from quantpolicy.layers import LinearGroup, Verdict, group_linears
 from quantpolicy.measure.probe import probe_forward
 from quantpolicy.schemes import Cause, ComponentKind, Execution, Scheme
@@ -117,8 +119,24 @@ def compare_files(paths: Iterable[Path], host: Host) -> list[Comparison]:
     return [
         comparison._replace(results=path.stem)
         for path in paths
-        for comparison in compare(json.loads(path.read_text(encoding="utf-8")), host)
+        for comparison in _compare_file(path, host)
     ]
+
+
+def _compare_file(path: Path, host: Host) -> list[Comparison]:
+    """Return the comparisons of a file.
+
+    Raises:
+        RequestError: it cannot be read, or holds no step to compare: that would prove nothing.
+    """
+    written = "a file that `python -m bench.execution --json` wrote"
+    try:
+        comparisons = compare(parse_json_object(path.read_bytes()), host)
+    except (OSError, ValueError) as error:
+        raise RequestError(str(path), f"cannot be read: {error}", allowed=written) from error
+    if not comparisons:
+        raise RequestError(str(path), "holds no measured step to compare", allowed=written)
+    return comparisons
 
 
 def rankings(comparisons: Iterable[Comparison]) -> Iterator[Ranking]:
@@ -232,13 +250,17 @@ def _print(comparisons: Iterable[Comparison]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the comparison, and what is wrong with it; 1 when something is."""
+    """Print the comparison, and what is wrong with it; 1 when something is, 2 for a bad input."""
     parser = argparse.ArgumentParser(prog="bench.roofline")
     parser.add_argument("results", nargs="*", type=Path, default=REFERENCE)
     parser.add_argument("--host", default="h200", help="preset whose rates predict")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
-    comparisons = compare_files(arguments.results, Host.load(arguments.host))
+    try:
+        comparisons = compare_files(arguments.results, Host.load(arguments.host))
+    except RequestError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     _print(comparisons)
     faults = [*inaccurate(comparisons), *misranked(comparisons)]
     print("\n".join(str(ranking) for ranking in rankings(comparisons)))

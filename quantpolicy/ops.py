@@ -14,9 +14,9 @@ from quantpolicy.schemes import Contract, Execution, Scheme
 # the tensor memory accelerator the third.
 TRITON_SM = 80
 FP8_SM = 89
-# Compiled code calls an op from Python, about 0.1 ms of the host's time. From this number of rows
-# on the device is busy for longer, so that it does not show; bench/results/execution.json has a
-# step at 1,120 tokens, where it does.
+# Compiled code calls an op from Python. At few rows the host is what a step waits for: at 1,120
+# tokens one of Wan 5B took 37.7 ms with its kernels, 27.9 dense (bench/results/execution.json).
+# The limit lies between those rows and the 27,280 at which the kernels gain.
 COMPILED_ROWS = 4096
 TMA_SM = 90
 

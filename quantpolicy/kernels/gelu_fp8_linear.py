@@ -22,14 +22,17 @@ from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.replay import remembered
 from quantpolicy.kernels.rotary import HALF_DTYPES
 from quantpolicy.kernels.row_launch import REGISTER_COLUMNS, row_warps, split_columns
-from quantpolicy.kernels.row_quantise_fp8 import rounded_floor
+from quantpolicy.kernels.row_quantise_fp8 import (
+    needs_exact_division,
+    rounded_floor,
+    why_no_e4m3,
+)
 from quantpolicy.kernels.traced import traced_fp8_gemm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _NAME = "gelu_fp8_linear"
-_FAST_DIVISION_FLOOR = 1e-30
 
 
 def gelu_rows(x: Tensor, head: Tensor | None) -> Tensor:
@@ -79,9 +82,7 @@ def _why_not(
         return f"rows are longer than {REGISTER_COLUMNS}"
     if x.numel() == 0:
         return "there are no rows"
-    if torch.cuda.get_device_capability(x.device) < (8, 9):
-        return "the GPU has no e4m3 conversion"
-    return ""
+    return why_no_e4m3(x.device)
 
 
 def row_stride(x: Tensor) -> int | None:
@@ -171,7 +172,7 @@ def _launch(x: Tensor, head: Tensor | None, floor: float) -> tuple[Tensor, Tenso
             width,
             columns,
             *split_columns(columns),
-            floor < _FAST_DIVISION_FLOOR,
+            needs_exact_division(floor),
         ),
         num_warps=row_warps(columns),
         enable_fp_fusion=True,

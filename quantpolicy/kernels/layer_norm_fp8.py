@@ -19,14 +19,18 @@ from quantpolicy.kernels.layer_norm_fp32 import (
     norm_rows,
     why_not_layer_norm,
 )
-from quantpolicy.kernels.row_quantise_fp8 import rounded_floor, row_quantise_fp8_reference
+from quantpolicy.kernels.row_quantise_fp8 import (
+    needs_exact_division,
+    rounded_floor,
+    row_quantise_fp8_reference,
+    why_no_e4m3,
+)
 from quantpolicy.kernels.rows import row_scales_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _NAME = "layer_norm_fp8"
-_FAST_DIVISION_FLOOR = 1e-30
 
 
 def layer_norm_fp8_reference(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -45,9 +49,7 @@ def _fake(x: Tensor, *others: object) -> tuple[Tensor, Tensor]:
 
 
 def _why_not(x: Tensor, *others: Any) -> str:
-    if torch.cuda.get_device_capability(x.device) < (8, 9):
-        return "the GPU has no e4m3 conversion"
-    return why_not_layer_norm(x, *others[:-1])
+    return why_no_e4m3(x.device) or why_not_layer_norm(x, *others[:-1])
 
 
 def launch_layer_norm_fp8(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -60,7 +62,7 @@ def launch_layer_norm_fp8(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
         *norm,
         row_scale=row_scale,
         floor=rounded_floor(floor, x.dtype),
-        exact_division=floor < _FAST_DIVISION_FLOOR,
+        exact_division=needs_exact_division(floor),
     )
     return codes, row_scale
 

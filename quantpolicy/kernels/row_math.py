@@ -17,7 +17,7 @@ ROUNDING_MAGIC = tl.constexpr(12582912.0)
 MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 
 # Triton's interpreter runs no assembly; the plain expressions beside it are what it stands for.
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # In one line each: a compiler quotes them in code that it writes.
 _SIGMOID = tl.constexpr(
     "{ .reg .f32 power;"
@@ -36,7 +36,7 @@ _ROUND_TWO_TO_BF16 = tl.constexpr(
 @triton.jit
 def product(x, y):
     """Return x * y in fp32, rounded as such: no fused multiply-add takes it, none skips a cast."""
-    if _INTERPRETED:
+    if INTERPRETED:
         out = x * y
     else:
         out = tl.inline_asm_elementwise(
@@ -60,7 +60,7 @@ def row_amax(x):
 @triton.jit
 def sigmoid(x):
     """Return 1 / (1 + exp(-x)) of fp32 values, two instructions of the special function unit."""
-    if _INTERPRETED:
+    if INTERPRETED:
         result = 1.0 / (1.0 + tl.exp(-x))
     else:
         result = tl.inline_asm_elementwise(
@@ -74,7 +74,7 @@ def rounded_pairs(x, DTYPE: tl.constexpr):
     """Round fp32 values to a dtype and give them back as fp32, two bf16 values an instruction."""
     # A tile of one value has no pair.
     single: tl.constexpr = x.shape[-1] == 1
-    if _INTERPRETED or single or tl.bfloat16 != DTYPE:
+    if INTERPRETED or single or tl.bfloat16 != DTYPE:
         result = x.to(DTYPE).to(tl.float32)
     else:
         result = tl.inline_asm_elementwise(

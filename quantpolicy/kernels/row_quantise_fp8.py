@@ -54,9 +54,7 @@ def _cuda(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 
 def fp8_rows(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """Return codes [M, K] and scales [M, 1] of all rows of ``x``, for a CUDA tensor."""
-    reason = why_no_triton(_NAME)
-    if not reason and not _has_e4m3(x.device):
-        reason = "the GPU has no e4m3 conversion"
+    reason = why_no_triton(_NAME) or why_no_e4m3(x.device)
     if reason:
         decline(_NAME, reason)
         codes, scale = row_quantise_fp8_reference(x, floor)
@@ -65,8 +63,15 @@ def fp8_rows(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def _has_e4m3(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+def why_no_e4m3(device: torch.device) -> str:
+    """Return why a CUDA device cannot make e4m3 codes, "" when it can."""
+    has_e4m3 = torch.cuda.get_device_capability(device) >= (8, 9)
+    return "" if has_e4m3 else "the GPU has no e4m3 conversion"
+
+
+def needs_exact_division(floor: float) -> bool:
+    """Return whether scales can come so near to underflow that codes need a true division."""
+    return floor < _FAST_DIVISION_FLOOR
 
 
 @functools.cache
@@ -154,7 +159,7 @@ def _launch(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
         x,
         torch.float8_e4m3fn,
         scalars=(rounded_floor(floor, x.dtype),),
-        flags=(x.dtype is torch.float32 or floor < _FAST_DIVISION_FLOOR,),
+        flags=(x.dtype is torch.float32 or needs_exact_division(floor),),
         empty_scale=floor / E4M3_MAX,
         enable_fp_fusion=True,
     )
@@ -173,7 +178,7 @@ def _traced(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 
 def _why_not(x: Tensor, floor: float) -> str:
     del floor
-    return "" if _has_e4m3(x.device) else "the GPU has no e4m3 conversion"
+    return why_no_e4m3(x.device)
 
 
 row_quantise_fp8: Callable[[Tensor, float], tuple[Tensor, Tensor]] = direct(

@@ -47,10 +47,8 @@ if HAS_TRITON:
     import triton.language as tl
     from triton.language.extra import libdevice
 
+    from quantpolicy.kernels.row_math import INTERPRETED
     from quantpolicy.kernels.token_rows import rounded
-
-    # libdevice's exponential is the one in torch's kernels; Triton's interpreter has no libdevice.
-    _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
     @triton.jit
     def _swiglu_kernel(x_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr):
@@ -59,7 +57,8 @@ if HAS_TRITON:
         mask = cols < N
         value = tl.load(x_ptr + row * (2 * N) + cols, mask=mask, other=0.0).to(tl.float32)
         gate = tl.load(x_ptr + row * (2 * N) + N + cols, mask=mask, other=0.0).to(tl.float32)
-        power = tl.exp(-gate) if _INTERPRETED else libdevice.exp(-gate)
+        # libdevice's exponential is the one in torch's kernels; the interpreter has no libdevice.
+        power = tl.exp(-gate) if INTERPRETED else libdevice.exp(-gate)
         silu = rounded(tl.div_rn(gate, 1.0 + power), x_ptr.dtype.element_ty)
         tl.store(out_ptr + row * N + cols, (value * silu).to(out_ptr.dtype.element_ty), mask=mask)
 

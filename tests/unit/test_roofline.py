@@ -126,3 +126,17 @@ def test_the_command_prints_all_and_fails_where_a_prediction_does(tmp_path, caps
     written = json.loads(out.read_text())
     assert [found["variant"] for found in written["comparisons"]] == ["dense"]
     assert len(written["faults"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [(None, "cannot be read"), ("", "cannot be read"), ("{}", "holds no measured step to compare")],
+)
+def test_a_file_that_proves_nothing_is_refused(tmp_path, capsys, text, found) -> None:
+    path = tmp_path / "results.json"
+    if text is not None:
+        path.write_text(text)
+    assert roofline.main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {path}: {found}")
+    assert "bench.execution" in error

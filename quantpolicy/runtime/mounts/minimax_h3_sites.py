@@ -22,6 +22,7 @@ from quantpolicy.runtime.mounts.site import (
     Part,
     Site,
     Sites,
+    find_in_each,
     former_class,
     is_dense,
     why_not_bypassed,
@@ -37,15 +38,6 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, Part]]:
     for name, module in model.named_modules():
         if former_class(module).__name__ == BLOCK:
             yield name, module
-
-
-def _find(model: nn.Module, make: Callable[[str, Part], tuple[Site, str]]) -> Sites:
-    """Return one site a block, or the reason against it."""
-    made = [make(name, block) for name, block in _blocks(model)]
-    return Sites(
-        tuple(site for site, reason in made if not reason),
-        tuple((site.name, reason) for site, reason in made if reason),
-    )
 
 
 def _rms_norm_site(name: str, block: Part) -> tuple[Site, str]:
@@ -145,11 +137,11 @@ def find_batched_tiles(model: nn.Module) -> Sites:
 
 
 FINDERS: dict[str, Callable[[nn.Module], Sites]] = {
-    "rms_norm": lambda model: _find(model, _rms_norm_site),
-    "scale_add_rms_norm": lambda model: _find(model, _scale_add_site),
-    "qk_rms_norm_rope": lambda model: _find(model, _rotary_site),
-    "swiglu": lambda model: _find(model, _swiglu_site),
-    "swiglu_linear": lambda model: _find(model, _swiglu_linear_site),
+    "rms_norm": lambda model: find_in_each(_blocks(model), _rms_norm_site),
+    "scale_add_rms_norm": lambda model: find_in_each(_blocks(model), _scale_add_site),
+    "qk_rms_norm_rope": lambda model: find_in_each(_blocks(model), _rotary_site),
+    "swiglu": lambda model: find_in_each(_blocks(model), _swiglu_site),
+    "swiglu_linear": lambda model: find_in_each(_blocks(model), _swiglu_linear_site),
     "qkv_linear": find_qkv_linear,
     "batched_tiles": find_batched_tiles,
 }

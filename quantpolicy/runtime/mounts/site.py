@@ -8,7 +8,7 @@ state_dict are not touched, and giving the class back restores it exactly.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -54,6 +54,22 @@ class Sites(NamedTuple):
 
     found: tuple[Site, ...]
     rejected: tuple[tuple[str, str], ...] = ()
+
+
+def find_in_each(
+    blocks: Iterable[tuple[str, Part]], make: Callable[[str, Part], tuple[Site, str]]
+) -> Sites:
+    """Return one site a block, or the reason against it.
+
+    Args:
+        blocks: by name.
+        make: gives the site of a block, and why it cannot be taken, "" when it can.
+    """
+    made = [make(name, block) for name, block in blocks]
+    return Sites(
+        tuple(site for site, reason in made if not reason),
+        tuple((site.name, reason) for site, reason in made if reason),
+    )
 
 
 class Slot(NamedTuple):

@@ -16,6 +16,7 @@ from quantpolicy.runtime.mounts.site import (
     Part,
     Site,
     Sites,
+    find_in_each,
     former_class,
     why_not_bypassed,
     why_not_plain,
@@ -27,15 +28,6 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, Part]]:
     for name, module in model.named_modules():
         if former_class(module) is WanTransformerBlock:
             yield name, module
-
-
-def _find(model: nn.Module, make: Callable[[str, Part], tuple[Site, str]]) -> Sites:
-    """Return one site a block, or the reason against it."""
-    made = [make(name, block) for name, block in _blocks(model)]
-    return Sites(
-        tuple(site for site, reason in made if not reason),
-        tuple((site.name, reason) for site, reason in made if reason),
-    )
 
 
 def _gates_site(name: str, block: Part) -> tuple[Site, str]:
@@ -102,9 +94,9 @@ def _why_not_attention(attn: Part) -> str:
 
 
 FINDERS: dict[str, Callable[[nn.Module], Sites]] = {
-    "gated_residual": lambda model: _find(model, _gates_site),
-    "layer_norm_fp32": lambda model: _find(model, _norms_site),
-    "layer_norm_fp8": lambda model: _find(model, _quantises_site),
-    "qk_norm_rope_across_heads": lambda model: _find(model, _rotates_site),
-    "rms_norm": lambda model: _find(model, _cross_norms_site),
+    "gated_residual": lambda model: find_in_each(_blocks(model), _gates_site),
+    "layer_norm_fp32": lambda model: find_in_each(_blocks(model), _norms_site),
+    "layer_norm_fp8": lambda model: find_in_each(_blocks(model), _quantises_site),
+    "qk_norm_rope_across_heads": lambda model: find_in_each(_blocks(model), _rotates_site),
+    "rms_norm": lambda model: find_in_each(_blocks(model), _cross_norms_site),
 }
