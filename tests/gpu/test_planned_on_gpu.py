@@ -85,8 +85,8 @@ def test_every_kernel_of_a_high_plan_runs(scheme: str, execution: str) -> None:
     assert ("gelu_fp8_linear" in ops) is (scheme == "fp8")
     assert ("split_linear" in ops) is (scheme == "dense")
     for _ in range(2):
-        # A code of fp8 is a step of 2^-4: one that falls differently shows on a model this small.
-        assert error(output(model, inputs), expected) < (0.05 if scheme == "fp8" else 0.03)
+        # Norms rounded once let codes of fp8 fall differently, which shows on a model this small.
+        assert error(output(model, inputs), expected) < (0.07 if scheme == "fp8" else 0.03)
     after = report.op_counts()
     for op in (ops - IN_ONE_PASS - MAY_DECLINE) | {"qk_norm_rope_pack"}:
         assert after[op].calls > before.get(op, NONE).calls, (op, after[op])

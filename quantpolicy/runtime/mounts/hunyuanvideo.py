@@ -11,10 +11,12 @@ from torch import Tensor
 
 from quantpolicy.kernels.gated_residual import gated_residual
 from quantpolicy.kernels.gelu_fp8_linear import gelu_fp8_linear
+from quantpolicy.kernels.layer_norm_fp8 import layer_norm_fp8
 from quantpolicy.kernels.layer_norm_modulate import layer_norm_modulate
 from quantpolicy.kernels.linear_gelu import linear_gelu
+from quantpolicy.kernels.quantised_rows import QuantisedRows
 from quantpolicy.kernels.split_linear import split_linear
-from quantpolicy.runtime.mounts.feed_forward import is_fp8
+from quantpolicy.runtime.mounts.feed_forward import is_fp8, read_codes
 from quantpolicy.runtime.mounts.hunyuanvideo_attention import Rotary
 from quantpolicy.runtime.mounts.site import Part, Rewrite, is_dense
 
@@ -24,10 +26,13 @@ class DualBlock(Rewrite):
 
     Args:
         modulates: the second norm of both streams with its scale and shift in one op.
+        quantises_norms: all four norms with their scale, shift and the quantisation behind them,
+            where only fp8 Linears read the rows; needs a processor that takes codes.
         gates: gated residual adds in one op.
     """
 
     modulates = False
+    quantises_norms = False
     gates = False
 
     def forward(
@@ -42,8 +47,8 @@ class DualBlock(Rewrite):
     ) -> tuple[Tensor, Tensor]:
         """Return both streams after the block."""
         del args, kwargs
-        normed, *image = self.norm1(hidden_states, emb=temb)
-        normed_text, *text = self.norm1_context(encoder_hidden_states, emb=temb)
+        normed, image = adapted(self, "norm1", hidden_states, temb)
+        normed_text, text = adapted(self, "norm1_context", encoder_hidden_states, temb)
         update, text_update = self.attn(
             hidden_states=normed,
             encoder_hidden_states=normed_text,
@@ -51,9 +56,9 @@ class DualBlock(Rewrite):
             image_rotary_emb=freqs_cis,
         )
         return (
-            self._second_half(hidden_states, update, image, self.norm2, self.ff),
+            self._second_half(hidden_states, update, image, "norm2", self.ff),
             self._second_half(
-                encoder_hidden_states, text_update, text, self.norm2_context, self.ff_context
+                encoder_hidden_states, text_update, text, "norm2_context", self.ff_context
             ),
         )
 
@@ -61,15 +66,20 @@ class DualBlock(Rewrite):
         self: Part,
         stream: Tensor,
         update: Tensor,
-        modulation: list[Tensor],
-        norm: Part,
+        modulation: tuple[Tensor, ...],
+        name: str,
         ff: Part,
     ) -> Tensor:
         """Add the attention's update, then the feed-forward's; modulation as the norm gives it."""
         gate_msa, shift, scale, gate_mlp = modulation
         add = gated_residual if self.gates else gated_residual_eager
         stream = add(stream, update, gate_msa)
-        return add(stream, ff(modulated(norm, stream, scale, shift, self.modulates)), gate_mlp)
+        norm, floor = self._modules[name], floor_of_codes(self, name)
+        if floor is not None:
+            update = ff(quantised(norm, stream, scale, shift, floor))
+        else:
+            update = ff(modulated(norm, stream, scale, shift, self.modulates))
+        return add(stream, update, gate_mlp)
 
 
 class SingleBlock(Rewrite):
@@ -81,6 +91,8 @@ class SingleBlock(Rewrite):
         activates: the MLP's first Linear with its GELU in one op.
         splits: the last Linear over attention and MLP without their concatenation.
         quantises: GELU, concatenation and quantisation before an fp8 last Linear in one pass.
+        quantises_norms: the norm with its scale, shift and the quantisation behind it, where only
+            fp8 Linears read the rows; needs a processor that takes codes.
     """
 
     joins = False
@@ -88,6 +100,7 @@ class SingleBlock(Rewrite):
     activates = False
     splits = False
     quantises = False
+    quantises_norms = False
 
     def forward(
         self: Part,
@@ -103,14 +116,14 @@ class SingleBlock(Rewrite):
         del args, kwargs
         text = encoder_hidden_states.shape[1]
         residual = joined(hidden_states, encoder_hidden_states)
-        normed, gate = self.norm(residual, emb=temb)
+        normed, (gate,) = adapted(self, "norm", residual, temb)
         update = self._attend(normed, text, attention_mask, image_rotary_emb)
         update = self._project(normed, update)
         add = gated_residual if self.gates else gated_residual_eager
         stream = add(residual, update, gate)
         return stream[:, :-text, :], stream[:, -text:, :]
 
-    def _project(self: Part, normed: Tensor, attended: Tensor) -> Tensor:
+    def _project(self: Part, normed: Tensor | QuantisedRows, attended: Tensor) -> Tensor:
         last = self.proj_out
         if self.quantises and is_fp8(last):
             return gelu_fp8_linear(
@@ -122,16 +135,20 @@ class SingleBlock(Rewrite):
         projected: Tensor = last(torch.cat([attended, mlp], dim=2))
         return projected
 
-    def _mlp(self: Part, normed: Tensor) -> Tensor:
-        if self.activates and is_dense(self.proj_mlp):
+    def _mlp(self: Part, normed: Tensor | QuantisedRows) -> Tensor:
+        if self.activates and isinstance(normed, Tensor) and is_dense(self.proj_mlp):
             return linear_gelu(normed, self.proj_mlp.weight, self.proj_mlp.bias)
         activated: Tensor = self.act_mlp(self.proj_mlp(normed))
         return activated
 
     def _attend(
-        self: Part, normed: Tensor, text: int, mask: Tensor | None, rotary: Rotary | None
+        self: Part,
+        normed: Tensor | QuantisedRows,
+        text: int,
+        mask: Tensor | None,
+        rotary: Rotary | None,
     ) -> Tensor:
-        if self.joins and rotary is not None:
+        if isinstance(normed, QuantisedRows) or (self.joins and rotary is not None):
             # The tables have a row for each image token: those behind them are text.
             update: Tensor = self.attn(
                 hidden_states=normed, attention_mask=mask, image_rotary_emb=rotary
@@ -153,9 +170,7 @@ class ModulatingNorm(Rewrite):
 
     def forward(self: Part, x: Tensor, emb: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return the modulated rows and the rest of the modulation."""
-        shift, scale, gate, *others = self.linear(self.silu(emb)).chunk(
-            self.linear.out_features // x.shape[-1], dim=1
-        )
+        shift, scale, gate, *others = modulation_of(self, x, emb)
         normed = modulated(self.norm, x, scale, shift, self.modulates)
         return (normed, gate, *others)
 
@@ -183,6 +198,51 @@ class ActivatedLinear(Rewrite):
             return linear_gelu(hidden_states, self.proj.weight, self.proj.bias)
         activated: Tensor = super().forward(hidden_states)  # type: ignore[misc]
         return activated
+
+
+def readers_of(block: Part, name: str) -> tuple[Part, ...]:
+    """Return the Linears that read the result of a block's norm."""
+    attn = block.attn
+    if name == "norm1_context":
+        return attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
+    if name in ("norm2", "norm2_context"):
+        return ((block.ff if name == "norm2" else block.ff_context).net[0].proj,)
+    projections = (attn.to_q, attn.to_k, attn.to_v)
+    return (*projections, block.proj_mlp) if name == "norm" else projections
+
+
+def floor_of_codes(block: Part, name: str) -> float | None:
+    """Return the activation floor of what reads a norm's codes, None where it is to give rows."""
+    if not block.quantises_norms:
+        return None
+    readers = readers_of(block, name)
+    floor: float | None = readers[0].floor if read_codes(readers) else None
+    return floor
+
+
+def adapted(
+    block: Part, name: str, x: Tensor, emb: Tensor
+) -> tuple[Tensor | QuantisedRows, tuple[Tensor, ...]]:
+    """Return the rows of a block's adaptive norm, or their codes; and what it does not use."""
+    norm, floor = block._modules[name], floor_of_codes(block, name)
+    if floor is not None:
+        shift, scale, *others = modulation_of(norm, x, emb)
+        return quantised(norm.norm, x, scale, shift, floor), tuple(others)
+    normed, *others = norm(x, emb=emb)
+    return normed, tuple(others)
+
+
+def modulation_of(norm: Part, x: Tensor, emb: Tensor | None) -> tuple[Tensor, ...]:
+    """Return what an adaptive norm makes of the conditioning: shift, scale and gates, [B, D]."""
+    vectors = norm.linear(norm.silu(emb))
+    parts: tuple[Tensor, ...] = vectors.chunk(vectors.shape[1] // x.shape[-1], dim=1)
+    return parts
+
+
+def quantised(norm: Part, x: Tensor, scale: Tensor, shift: Tensor, floor: float) -> QuantisedRows:
+    """Norm, scale, shift and quantise in one op."""
+    codes = layer_norm_fp8(x, None, None, scale, None, shift, None, norm.eps, floor)
+    return QuantisedRows(*codes, x.dtype)
 
 
 def modulated(norm: Part, x: Tensor, scale: Tensor, shift: Tensor, fused: bool) -> Tensor:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from quantpolicy.kernels.qk_norm_rope_pack import qk_norm_rope_pack
 from quantpolicy.kernels.qk_rms_norm import qk_rms_norm
+from quantpolicy.kernels.quantised_rows import QuantisedRows
 from quantpolicy.kernels.rope_qkv_pack import rope_qkv_pack, rope_qkv_pack_reference
 from quantpolicy.runtime.mounts.site import Part, Rewrite
 
@@ -25,17 +26,19 @@ class JointAttention(Rewrite):
         packs: rotation and packing in one op.
         norms: queries and keys normed by an op; in the same pass when ``packs`` is on too.
         unmasked: attention may come without a mask, which version 1.5 cannot take otherwise.
+        takes_codes: rows may come quantised, apart for each stream, or joined without ``text``.
     """
 
     packs = False
     norms = False
     unmasked = False
+    takes_codes = False
 
     def __call__(
         self: Part,
         attn: Part,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
+        hidden_states: Tensor | QuantisedRows,
+        encoder_hidden_states: Tensor | QuantisedRows | None = None,
         attention_mask: Tensor | None = None,
         image_rotary_emb: Rotary | None = None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -44,7 +47,7 @@ class JointAttention(Rewrite):
         rows = hidden_states
         joins = attn.add_q_proj is None
         if joins and text is not None:
-            rows = torch.cat([hidden_states, text], dim=1)
+            rows = torch.cat([hidden_states, text], dim=1)  # type: ignore[list-item]
         image = [_heads(project(rows), attn) for project in (attn.to_q, attn.to_k, attn.to_v)]
         texts: list[Tensor | None] = [None, None, None]
         if text is not None and not joins:
@@ -65,7 +68,8 @@ class JointAttention(Rewrite):
         out = out.flatten(2, 3).to(query.dtype)
         if text is None:
             return out, None
-        return _project_out(attn, out, text.shape[1])
+        tokens = text.codes if isinstance(text, QuantisedRows) else text
+        return _project_out(attn, out, tokens.shape[1])
 
     def _mask(self: Part, mask: Tensor | None, query: Tensor) -> Tensor | None:
         """Return what attention gets; version 1.5 makes a square mask of the text tokens' one."""

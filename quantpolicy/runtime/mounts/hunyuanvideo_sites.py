@@ -14,13 +14,14 @@ from diffusers.models.normalization import (
 )
 from torch import nn
 
-from quantpolicy.runtime.mounts.feed_forward import is_fp8
+from quantpolicy.runtime.mounts.feed_forward import is_fp8, read_codes
 from quantpolicy.runtime.mounts.hunyuanvideo import (
     ActivatedLinear,
     ContinuousNorm,
     DualBlock,
     ModulatingNorm,
     SingleBlock,
+    readers_of,
 )
 from quantpolicy.runtime.mounts.hunyuanvideo_attention import JointAttention
 from quantpolicy.runtime.mounts.site import (
@@ -73,12 +74,15 @@ class _Search:
 def _attentions(model: nn.Module, slot: str, why_not: Callable[[Part], str]) -> _Search:
     search = _Search()
     for name, block in blocks_of(model):
-        processor = block.attn.processor
-        kind = former_class(processor).__name__
-        reason = "" if kind in PROCESSORS else f"its attention processor is a {kind}"
-        site = Site(f"{name}.attn", processor, JointAttention, slot)
-        search.add(site, reason or why_not_plain(block.attn) or why_not(block.attn))
+        site = Site(f"{name}.attn", block.attn.processor, JointAttention, slot)
+        search.add(site, _why_not_attention(block.attn) or why_not(block.attn))
     return search
+
+
+def _why_not_attention(attn: Part) -> str:
+    kind = former_class(attn.processor).__name__
+    reason = "" if kind in PROCESSORS else f"its attention processor is a {kind}"
+    return reason or why_not_plain(attn)
 
 
 def find_rope_qkv_pack(model: nn.Module) -> Sites:
@@ -138,11 +142,56 @@ def find_layer_norm_modulate(model: nn.Module) -> Sites:
     for name, module in model.named_modules():
         rewrite = norms.get(former_class(module))
         if rewrite is not None and search.found + search.rejected:
-            reason = why_not_plain(module) or _why_not_norm(module.norm)
-            if getattr(module, "emb", None) is not None:
-                reason = reason or "it embeds the timestep itself"
+            reason = why_not_plain(module) or _why_not_adaptive(module)
             search.add(Site(name, module, rewrite, "modulates"), reason)
     return search.result()
+
+
+def find_layer_norm_fp8(model: nn.Module) -> Sites:
+    """Return the blocks with a norm that only fp8 Linears read, and their processors."""
+    search = _Search()
+    for name, block in blocks_of(model):
+        is_single = former_class(block).__name__ in SINGLE_BLOCKS
+        rewrite: type[Rewrite] = SingleBlock if is_single else DualBlock
+        reason = _why_not_block(block) or _why_not_codes(block, is_single)
+        search.add(Site(name, block, rewrite, "quantises_norms"), reason)
+        if not reason:
+            site = Site(f"{name}.attn", block.attn.processor, JointAttention, "takes_codes")
+            search.add(site, "")
+    return search.result()
+
+
+def _why_not_codes(block: Part, is_single: bool) -> str:
+    """Return why no norm of a block can give codes to its readers, "" when one can."""
+    first = ("norm",) if is_single else ("norm1", "norm1_context")
+    second = () if is_single else ("norm2", "norm2_context")
+    reason = _why_not_attention(block.attn) or why_not_bypassed(block.attn)
+    for norm in (block._modules[name] for name in first):
+        if former_class(norm) not in (AdaLayerNormZero, AdaLayerNormZeroSingle):
+            reason = reason or f"a norm is a {type(norm).__name__}"
+        reason = reason or why_not_bypassed(norm) or _why_not_adaptive(norm)
+    for norm in (block._modules[name] for name in second):
+        reason = reason or _why_not_norm(norm)
+    for ff in () if is_single else (block.ff, block.ff_context):
+        entry = ff.net[0]
+        if not isinstance(entry, GELU):
+            reason = reason or f"a feed-forward's entry is a {type(entry).__name__}"
+        reason = reason or why_not_bypassed(ff) or why_not_bypassed(entry)
+    if reason:
+        return reason
+    readers = [readers_of(block, name) for name in (*first, *second)]
+    for linear in (linear for linears in readers for linear in linears):
+        reason = reason or why_not_bypassed(linear)
+    if not reason and not any(read_codes(linears) for linears in readers):
+        reason = "no norm is read by fp8 Linears in fused execution alone"
+    return reason
+
+
+def _why_not_adaptive(norm: Part) -> str:
+    reason = _why_not_norm(norm.norm)
+    if not reason and getattr(norm, "emb", None) is not None:
+        reason = "it embeds the timestep itself"
+    return reason
 
 
 def _why_not_block(block: Part) -> str:
@@ -231,6 +280,7 @@ FINDERS: dict[str, Callable[[nn.Module], Sites]] = {
     "qk_rms_norm": find_qk_rms_norm,
     "gated_residual": find_gated_residual,
     "layer_norm_modulate": find_layer_norm_modulate,
+    "layer_norm_fp8": find_layer_norm_fp8,
     "linear_gelu": find_linear_gelu,
     "split_linear": find_split_linear,
     "gelu_fp8_linear": find_gelu_fp8_linear,
