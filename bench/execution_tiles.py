@@ -17,7 +17,8 @@ from triton.runtime.errors import OutOfResources
 
 from bench.timing import copies_for, envelope, graph_ms, write_json
 from quantpolicy.kernels.gemm_tiles import Tiles, choose_tiles
-from quantpolicy.kernels.scaled_gemm import processors, scaled_gemm
+from quantpolicy.kernels.launch import processors
+from quantpolicy.kernels.scaled_gemm import scaled_gemm
 
 SHAPES = ((3072, 3072), (9216, 3072), (14336, 3072), (3072, 12288), (3072, 14336))
 ROWS = (1, 16, 17, 40, 64, 128, 256, 512, 1120, 4096, 27070)

@@ -7,6 +7,7 @@ that kernel. What a launch was made of can be noted, so that it can be repeated;
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -130,6 +131,15 @@ def noted_launches() -> Iterator[list[Launch]]:
         _NOTES.launches = outer
         if outer is not None:
             outer.extend(launches)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Return the multiprocessors of a device, one of a CPU, where kernels are interpreted."""
+    if device.type != "cuda":
+        return 1
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from quantpolicy.kernels.contract import define_fusion
 from quantpolicy.kernels.keyed_launch import keyed_launch
+from quantpolicy.kernels.launch import processors
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.rotary import HALF_DTYPES
 from quantpolicy.kernels.token_rows import (
     FLOATS,
     full_vector,
-    row_warps,
-    split_columns,
+    is_by_token,
     vector_strides,
     why_not_rows,
     why_not_table,
@@ -88,28 +89,30 @@ def why_not_layer_norm(
     return why_not_vector(x, *modulation) or why_not_table(x, scale_table, shift_table)
 
 
+# Where all rows of a sample share their vectors: programs a multiprocessor, rows that one has on
+# their way while it computes another, and values that a thread holds of each vector at most.
+_PROGRAMS, _STAGES, _HELD = 4, 3, 80
+_MAX_WARPS = 16
+
+
+def _tile(columns: int) -> tuple[int, int]:
+    """Return warps, and columns that they load at once: eight values, 16 bytes, a thread."""
+    warps = 1
+    while warps < _MAX_WARPS and warps * 32 * _HELD < columns:
+        warps *= 2
+    return warps, warps * 32 * 8
+
+
 if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from quantpolicy.kernels.row_math import (
-        fp8_codes,
-        fp8_scale,
-        larger,
-        rounded_pairs,
-        row_amax,
-    )
+    from quantpolicy.kernels.row_math import fp8_codes, fp8_scale, larger, rounded_pairs
     from quantpolicy.kernels.token_rows import load_fp32, load_vector, store_row
 
     @triton.jit
-    def _transformed(
-        normed,
-        weight,
-        bias,
-        scale,
-        shift,
-        scale_table,
-        shift_table,
+    def _transform(
+        vectors,
         cols,
         D: tl.constexpr,
         M: tl.constexpr,
@@ -117,25 +120,102 @@ if HAS_TRITON:
         MODULATED: tl.constexpr,
         TABLES: tl.constexpr,
     ):
+        """Return the factor and the offset of a part of a normed row."""
+        weight, bias, scale, scale_table, shift, shift_table = vectors
+        factor = tl.full(cols.shape, 1.0, tl.float32)
+        offset = tl.zeros(cols.shape, tl.float32)
         if AFFINE:
-            normed = normed * load_fp32(weight, cols, D, M) + load_fp32(bias, cols, D, M)
+            factor = load_fp32(weight, cols, D, M)
+            offset = load_fp32(bias, cols, D, M)
         if MODULATED:
-            factor = 1.0 + load_vector(scale, scale_table, cols, D, M, TABLES)
-            normed = normed * factor + load_vector(shift, shift_table, cols, D, M, TABLES)
+            outer = 1.0 + load_vector(scale, scale_table, cols, D, M, TABLES)
+            factor *= outer
+            offset = offset * outer + load_vector(shift, shift_table, cols, D, M, TABLES)
+        return factor, offset
+
+    @triton.jit
+    def _transforms(
+        vectors,
+        D: tl.constexpr,
+        TILE: tl.constexpr,
+        TILES: tl.constexpr,
+        AFFINE: tl.constexpr,
+        MODULATED: tl.constexpr,
+        TABLES: tl.constexpr,
+    ):
+        """Return the factors and offsets of all parts."""
+        factors: tl.tuple = ()
+        offsets: tl.tuple = ()
+        for i in tl.static_range(TILES):
+            cols = i * TILE + tl.arange(0, TILE)
+            factor, offset = _transform(
+                vectors, cols, D, (i + 1) * TILE > D, AFFINE, MODULATED, TABLES
+            )
+            factors += (factor,)
+            offsets += (offset,)
+        return factors, offsets
+
+    @triton.jit
+    def _normed(row, eps, D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
+        """Return the parts of a row, normed; the sums over parts come before those over threads."""
+        parts: tl.tuple = ()
+        total = tl.zeros((TILE,), tl.float32)
+        for i in tl.static_range(TILES):
+            x = load_fp32(row, i * TILE + tl.arange(0, TILE), D, (i + 1) * TILE > D)
+            parts += (x,)
+            total = x if i == 0 else total + x
+        mean = tl.sum(total, axis=0) / D
+        centred: tl.tuple = ()
+        squares = tl.zeros((TILE,), tl.float32)
+        for i in tl.static_range(TILES):
+            x = parts[i] - mean
+            if (i + 1) * TILE > D:
+                x = tl.where(i * TILE + tl.arange(0, TILE) < D, x, 0.0)
+            centred += (x,)
+            squares = x * x if i == 0 else squares + x * x
+        rstd = tl.rsqrt(tl.sum(squares, axis=0) / D + tl.cast(eps, tl.float32))
+        normed: tl.tuple = ()
+        for i in tl.static_range(TILES):
+            normed += (centred[i] * rstd,)
         return normed
 
-    @triton.jit(do_not_specialize=["tokens"])
+    @triton.jit
+    def _store_codes(
+        out,
+        scale_at,
+        parts,
+        floor,
+        DTYPE: tl.constexpr,
+        D: tl.constexpr,
+        TILE: tl.constexpr,
+        TILES: tl.constexpr,
+        EXACT_DIVISION: tl.constexpr,
+    ):
+        rows: tl.tuple = ()
+        magnitudes = tl.zeros((TILE,), tl.float32)
+        for i in tl.static_range(TILES):
+            y = rounded_pairs(parts[i], DTYPE)
+            rows += (y,)
+            magnitudes = tl.abs(y) if i == 0 else larger(magnitudes, tl.abs(y))
+        scale = fp8_scale(tl.reduce(magnitudes, 0, larger), floor, DTYPE)
+        tl.store(scale_at, scale)
+        for i in tl.static_range(TILES):
+            codes = fp8_codes(rows[i], scale, EXACT_DIVISION)
+            store_row(out, i * TILE + tl.arange(0, TILE), codes, D, (i + 1) * TILE > D)
+
+    @triton.jit(do_not_specialize=["tokens", "programs"])
     def _layer_norm_fp32_kernel(
         x_ptr,
         weight_ptr,
         bias_ptr,
         scale_ptr,
-        shift_ptr,
         scale_table_ptr,
+        shift_ptr,
         shift_table_ptr,
         out_ptr,
         row_scale_ptr,
         tokens,
+        programs,
         x_b,
         x_s,
         scale_b,
@@ -145,84 +225,50 @@ if HAS_TRITON:
         eps,
         floor,
         D: tl.constexpr,
-        BLOCK_A: tl.constexpr,
-        BLOCK_B: tl.constexpr,
+        TILE: tl.constexpr,
+        TILES: tl.constexpr,
         AFFINE: tl.constexpr,
         MODULATED: tl.constexpr,
         TABLES: tl.constexpr,
+        BY_TOKEN: tl.constexpr,
         QUANTISED: tl.constexpr,
         EXACT_DIVISION: tl.constexpr,
+        STAGES: tl.constexpr,
     ):
-        token = tl.program_id(0).to(tl.int64)
+        first = tl.program_id(0)
         batch = tl.program_id(1).to(tl.int64)
-        x_row = x_ptr + batch * x_b + token * x_s
-        scale = scale_ptr + batch * scale_b + token * scale_s
-        shift = shift_ptr + batch * shift_b + token * shift_s
-        row = batch * tokens + token
-        out = out_ptr + row * D
-        dtype: tl.constexpr = x_ptr.dtype.element_ty
-        masked: tl.constexpr = D < BLOCK_A + BLOCK_B
-        cols_a = tl.arange(0, BLOCK_A)[None, :]
-        a = load_fp32(x_row, cols_a, D, False)
-        total = tl.sum(a, axis=1)
-        if BLOCK_B > 0:
-            cols_b = BLOCK_A + tl.arange(0, BLOCK_B)[None, :]
-            b = load_fp32(x_row, cols_b, D, masked)
-            total += tl.sum(b, axis=1)
-        mean = total[:, None] / D
-        a = a - mean
-        squares = tl.sum(a * a, axis=1)
-        if BLOCK_B > 0:
-            b = tl.where(cols_b < D, b - mean, 0.0)
-            squares += tl.sum(b * b, axis=1)
-        rstd = tl.rsqrt(squares[:, None] / D + tl.cast(eps, tl.float32))
-        a = _transformed(
-            a * rstd,
-            weight_ptr,
-            bias_ptr,
-            scale,
-            shift,
-            scale_table_ptr,
-            shift_table_ptr,
-            cols_a,
-            D,
-            False,
-            AFFINE,
-            MODULATED,
-            TABLES,
-        )
-        if BLOCK_B > 0:
-            b = _transformed(
-                b * rstd,
-                weight_ptr,
-                bias_ptr,
-                scale,
-                shift,
-                scale_table_ptr,
-                shift_table_ptr,
-                cols_b,
-                D,
-                masked,
-                AFFINE,
-                MODULATED,
-                TABLES,
-            )
-        if QUANTISED:
-            a = rounded_pairs(a, dtype)
-            amax = row_amax(a)
-            if BLOCK_B > 0:
-                b = rounded_pairs(b, dtype)
-                amax = larger(amax, row_amax(b))
-            row_scale = fp8_scale(amax, floor, dtype)[:, None]
-            tl.store(row_scale_ptr + row + tl.zeros((1, 1), dtype=tl.int32), row_scale)
-            tl.store(out + cols_a, fp8_codes(a, row_scale, EXACT_DIVISION))
-            if BLOCK_B > 0:
-                codes = fp8_codes(b, row_scale, EXACT_DIVISION)
-                tl.store(out + cols_b, codes, mask=cols_b < D)
-        else:
-            store_row(out, cols_a, a, D, False)
-            if BLOCK_B > 0:
-                store_row(out, cols_b, b, D, masked)
+        scale = scale_ptr + batch * scale_b
+        shift = shift_ptr + batch * shift_b
+        vectors = (weight_ptr, bias_ptr, scale, scale_table_ptr, shift, shift_table_ptr)
+        if not BY_TOKEN:
+            factors, offsets = _transforms(vectors, D, TILE, TILES, AFFINE, MODULATED, TABLES)
+        for turn in tl.range(0, tl.cdiv(tokens - first, programs), num_stages=STAGES):
+            token = first.to(tl.int64) + turn * programs
+            row = batch * tokens + token
+            out = out_ptr + row * D
+            if BY_TOKEN:
+                scale_at, shift_at = scale + token * scale_s, shift + token * shift_s
+                vectors = (
+                    weight_ptr,
+                    bias_ptr,
+                    scale_at,
+                    scale_table_ptr,
+                    shift_at,
+                    shift_table_ptr,
+                )
+                factors, offsets = _transforms(vectors, D, TILE, TILES, AFFINE, MODULATED, TABLES)
+            normed = _normed(x_ptr + batch * x_b + token * x_s, eps, D, TILE, TILES)
+            results: tl.tuple = ()
+            for i in tl.static_range(TILES):
+                results += (normed[i] * factors[i] + offsets[i],)
+            if QUANTISED:
+                dtype: tl.constexpr = x_ptr.dtype.element_ty
+                at = row_scale_ptr + row
+                _store_codes(out, at, results, floor, dtype, D, TILE, TILES, EXACT_DIVISION)
+            else:
+                for i in tl.static_range(TILES):
+                    cols = i * TILE + tl.arange(0, TILE)
+                    store_row(out, cols, results[i], D, (i + 1) * TILE > D)
 
 
 def norm_rows(
@@ -240,7 +286,10 @@ def norm_rows(
     floor: float = 0.0,
     exact_division: bool = False,
 ) -> None:
-    """Run the Triton kernel, one program a token and batch row, with rows or with codes as result.
+    """Run the Triton kernel, with rows or with codes as result.
+
+    A program takes rows in turn and keeps the vectors that they share in registers: read anew for
+    every row they cost more than the rows. Where each row has vectors of its own it takes one.
 
     Args:
         out: contiguous, of the shape of x: rows, or e4m3 codes when there is a ``row_scale``.
@@ -249,36 +298,45 @@ def norm_rows(
     if out.numel() == 0:
         return
     batch, tokens, columns = x.shape
+    warps, tile = _tile(int(columns))
+    by_token = is_by_token(scale) or is_by_token(shift)
+    programs = tokens if by_token else torch.sym_min(tokens, _PROGRAMS * processors(x.device))
+    scale_strides = (0, 0) if scale is None else vector_strides(scale)
+    shift_strides = (0, 0) if shift is None else vector_strides(shift)
     keyed_launch(
         _layer_norm_fp32_kernel,
-        (tokens, batch),
+        (programs, batch),
         (
             x,
             x if weight is None else weight,
             x if bias is None else bias,
             x if scale is None else scale,
-            x if shift is None else shift,
             x if scale_table is None else scale_table,
+            x if shift is None else shift,
             x if shift_table is None else shift_table,
             out,
             x if row_scale is None else row_scale,
             tokens,
+            programs,
             x.stride(0),
             x.stride(1),
-            *((0, 0) if scale is None else vector_strides(scale)),
-            *((0, 0) if shift is None else vector_strides(shift)),
+            *scale_strides,
+            *shift_strides,
             eps,
             floor,
             columns,
-            *split_columns(columns),
+            tile,
+            -(-int(columns) // tile),
             weight is not None,
             scale is not None,
             scale_table is not None,
+            by_token,
             row_scale is not None,
             exact_division,
+            1 if by_token else _STAGES,
         ),
-        free=(9,),
-        num_warps=row_warps(columns),
+        free=(9, 10),
+        num_warps=warps,
         enable_fp_fusion=True,
     )
 

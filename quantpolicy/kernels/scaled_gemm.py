@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantpolicy.kernels.gemm_tiles import Tiles, choose_tiles
-from quantpolicy.kernels.launch import ALIGNMENT_BYTES, is_aligned, launch
+from quantpolicy.kernels.launch import ALIGNMENT_BYTES, is_aligned, launch, processors
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.replay import remembered
 
@@ -134,12 +134,6 @@ if HAS_TRITON:
             out.to(out_ptr.dtype.element_ty),
             mask=(rows < M)[:, None] & (cols < N)[None, :],
         )
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Return the multiprocessors of a GPU, each of which runs one persistent program."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @functools.cache

@@ -21,10 +21,10 @@ from torch.nn import functional as F
 from quantpolicy.kernels.contract import define_fusion
 from quantpolicy.kernels.gain_probe import NO_GAIN, gains
 from quantpolicy.kernels.gated_tiles import GATED_TILES, GatedTiles
-from quantpolicy.kernels.launch import ALIGNMENT_BYTES, is_aligned, launch
+from quantpolicy.kernels.launch import ALIGNMENT_BYTES, is_aligned, launch, processors
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.rotary import HALF_DTYPES
-from quantpolicy.kernels.scaled_gemm import capability, processors
+from quantpolicy.kernels.scaled_gemm import capability
 from quantpolicy.kernels.swiglu import swiglu
 
 if TYPE_CHECKING:

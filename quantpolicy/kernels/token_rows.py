@@ -18,6 +18,7 @@ __all__ = [
     "FLOATS",
     "MAX_COLUMNS",
     "full_vector",
+    "is_by_token",
     "row_warps",
     "split_columns",
     "vector_strides",
@@ -72,8 +73,12 @@ def full_vector(vector: Tensor, table: Tensor | None) -> Tensor:
 def vector_strides(vector: Tensor) -> tuple[int, int]:
     """Return a vector's strides of batch and token, 0 where all share it."""
     batch = vector.stride(0) if vector.dim() > 1 else 0
-    token = vector.stride(1) if vector.dim() == 3 and vector.shape[1] > 1 else 0
-    return batch, token
+    return batch, vector.stride(1) if is_by_token(vector) else 0
+
+
+def is_by_token(vector: Tensor | None) -> bool:
+    """Return whether every token has a vector of its own."""
+    return vector is not None and vector.dim() == 3 and vector.shape[1] > 1
 
 
 if HAS_TRITON:

@@ -51,8 +51,11 @@ def traced_launches() -> dict[str, int]:
 
 @torch.compiler.assume_constant_result
 def is_traced(name: str) -> bool:
-    """Return whether compiled code may launch the kernel of an op itself; a constant of a trace."""
-    return TRACE_LAUNCHES and not why_no_triton(name)
+    """Return whether compiled code may launch the kernel of an op itself; a constant of a trace.
+
+    An export keeps its ops. Dynamo itself answers that question with yes to whatever it traces.
+    """
+    return TRACE_LAUNCHES and not why_no_triton(name) and not torch.compiler.is_exporting()
 
 
 @functools.cache
@@ -135,9 +138,8 @@ def _made_once(
 
 
 def is_tracing(tensor: Tensor) -> bool:
-    """Return whether ``torch.compile`` traces the caller for a GPU; an export keeps its ops."""
-    tracing = torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
-    return tracing and tensor.is_cuda
+    """Return whether ``torch.compile`` traces the caller for a GPU."""
+    return torch.compiler.is_dynamo_compiling() and tensor.is_cuda
 
 
 def _traced(name: str, launcher: Implementation, args: tuple[Any, ...]) -> object:

@@ -368,3 +368,31 @@ def test_a_twin_changes_its_name_with_the_sources(monkeypatch: pytest.MonkeyPatc
     digest = traced_launch.sources_digest()
     assert hasattr(torch.ops.quantpolicy, f"swiglu_{digest}")
     assert f"swiglu_{digest}" not in registry.op_names()
+
+
+class Gate(torch.nn.Module):
+    """One op, as a program that is exported."""
+
+    def forward(self, x: Tensor) -> Any:
+        return swiglu(x)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_export_keeps_its_ops(strict: bool) -> None:
+    program = torch.export.export(Gate(), (torch.zeros(2, 8, dtype=torch.bfloat16),), strict=strict)
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert targets == ["quantpolicy.swiglu.default"]
+
+
+def test_whether_an_export_runs_is_not_asked_of_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some releases of dynamo answer yes for whatever they trace, so Python is asked."""
+    tracing = []
+
+    def is_exporting() -> bool:
+        tracing.append(torch.compiler.is_dynamo_compiling())
+        return False
+
+    monkeypatch.setattr(torch.compiler, "is_exporting", is_exporting)
+    assert compiled(swiglu, half(2, 5, 96)).ops() == []
+    assert tracing
+    assert not any(tracing)
