@@ -146,13 +146,24 @@ def _finders() -> dict[str, list[Callable[[nn.Module], Sites]]]:
     from quantpolicy.runtime.mounts import (
         feed_forward,
         hunyuanvideo_sites,
+        minimax_h3_denoiser_sites,
         minimax_h3_sites,
         trim,
         wan_sites,
+        z_image_sites,
     )
 
+    modules = (
+        trim,
+        hunyuanvideo_sites,
+        minimax_h3_sites,
+        minimax_h3_denoiser_sites,
+        wan_sites,
+        z_image_sites,
+        feed_forward,
+    )
     finders: dict[str, list[Callable[[nn.Module], Sites]]] = {}
-    for module in (trim, hunyuanvideo_sites, minimax_h3_sites, wan_sites, feed_forward):
+    for module in modules:
         for op, find in module.FINDERS.items():
             finders.setdefault(op, []).append(find)
     return finders

@@ -1,0 +1,56 @@
+"""An RMSNorm that only fp8 Linears read, in whichever block: it ends in their row quantisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from quantpolicy.kernels.quantised_rows import QuantisedRows
+from quantpolicy.kernels.rms_norm_fp8 import rms_norm_fp8
+from quantpolicy.runtime.mounts.feed_forward import read_codes
+from quantpolicy.runtime.mounts.site import Part, former_class, why_not_bypassed
+
+Readers = tuple[Part, ...]
+
+
+def quantised_rows(
+    norm: Part,
+    x: Tensor,
+    readers: Readers,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    index: Tensor | None = None,
+) -> QuantisedRows:
+    """Return the codes of ``norm(x) * scale + shift``; see ``rms_norm_fp8``.
+
+    Args:
+        readers: Linears that read codes.
+    """
+    args = (x, norm.weight, scale, shift, index, norm.eps)
+    return QuantisedRows(*rms_norm_fp8(*args, readers[0].floor), x.dtype)
+
+
+def is_read_as_codes(readers: Iterable[Readers]) -> bool:
+    """Return whether the result of one norm at least is read by fp8 Linears alone."""
+    return any(read_codes(linears) for linears in readers)
+
+
+def why_not_quantised(
+    norms: Iterable[Part], kind: type, between: Iterable[Part], readers: Iterable[Readers]
+) -> str:
+    """Return why codes cannot go from norms to Linears, "" when they can.
+
+    Args:
+        kind: class of each norm.
+        between: the modules whose calls pass the codes on.
+        readers: the Linears behind each norm.
+    """
+    for norm in norms:
+        if former_class(norm) is not kind or norm.weight is None or norm.eps is None:
+            return f"a norm is no {kind.__name__} with a weight and an eps"
+        if getattr(norm, "bias", None) is not None:
+            return "a norm has a bias"
+    linears = [linear for each in readers for linear in each]
+    reasons = (why_not_bypassed(part) for part in (*norms, *between, *linears))
+    return next((reason for reason in reasons if reason), "")

@@ -1,0 +1,50 @@
+"""Where the fusions of Z-Image go, and why a site cannot be taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from diffusers.models.normalization import RMSNorm
+from diffusers.models.transformers.transformer_z_image import (
+    ZImageTransformerBlock,
+    ZSingleStreamAttnProcessor,
+)
+from torch import nn
+
+from quantpolicy.runtime.mounts.quantised_norm import is_read_as_codes, why_not_quantised
+from quantpolicy.runtime.mounts.site import (
+    Part,
+    Site,
+    Sites,
+    find_in_each,
+    former_class,
+    why_not_plain,
+)
+from quantpolicy.runtime.mounts.z_image import Block, readers_of
+
+
+def _quantises_site(name: str, block: Part) -> tuple[Site, str]:
+    attn, norms = block.attention, (block.attention_norm1, block.ffn_norm1)
+    reason = why_not_plain(block)
+    if former_class(attn.processor) is not ZSingleStreamAttnProcessor:
+        reason = reason or f"its attention processor is a {type(attn.processor).__name__}"
+    between = (attn, block.feed_forward)
+    reason = reason or why_not_quantised(norms, RMSNorm, between, readers_of(block))
+    if not reason and any(norm.weight.dtype is torch.float32 for norm in norms):
+        # What such a norm gives is float32.
+        reason = "a norm is kept in float32"
+    return Site(name, block, Block, "quantises"), reason
+
+
+def find_rms_norm_fp8(model: nn.Module) -> Sites:
+    """Return the blocks in which fp8 Linears in fused execution read a norm."""
+    blocks = (
+        (name, module)
+        for name, module in model.named_modules()
+        if former_class(module) is ZImageTransformerBlock and is_read_as_codes(readers_of(module))
+    )
+    return find_in_each(blocks, _quantises_site)
+
+
+FINDERS: dict[str, Callable[[nn.Module], Sites]] = {"rms_norm_fp8": find_rms_norm_fp8}
