@@ -21,6 +21,7 @@ from quantpolicy.kernels.qk_norm_rope_pack import qk_norm_rope_pack
 from quantpolicy.kernels.qk_rms_norm import qk_rms_norm, why_not_head_norm
 from quantpolicy.kernels.qk_rms_norm_rope import qk_rms_norm_rope, why_not_qk_rms_norm_rope
 from quantpolicy.kernels.rms_norm import rms_norm
+from quantpolicy.kernels.rms_norm_fp8 import rms_norm_fp8, rms_norm_rows, why_not_rms_norm_fp8
 from quantpolicy.kernels.rope_qkv_pack import rope_qkv_pack, why_not_rope_qkv_pack
 from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8
 from quantpolicy.kernels.scale_add_rms_norm import scale_add_rms_norm
@@ -80,6 +81,10 @@ def arguments() -> dict[str, tuple[object, ...]]:
             BF16,
         ),
         "rms_norm": (stream, vector, 1e-5, BF16),
+        "rms_norm_fp8": (
+            *(x, vector, noise(6, 64), noise(6, 64), torch.tensor([5, 0, 0, 2, 5])),
+            *(1e-5, 1e-12),
+        ),
         "scale_add_rms_norm": (stream, update, vector, vector, 1e-5),
         "qk_rms_norm_rope": (*heads[:2], *tables, 1e-5),
         "swiglu": (x,),
@@ -178,6 +183,59 @@ def test_wan_references_are_the_eager_chains():
     found = layer_norm_fp8(*args, 1e-12)
     for one, other in zip(found, row_quantise_fp8(layer_norm_fp32(*args), 1e-12), strict=True):
         assert torch.equal(one.float(), other.float())
+
+
+def test_the_rows_of_rms_norm_fp8_are_the_chains_of_their_models():
+    from diffusers.models.normalization import RMSNorm
+
+    x, weight, scale = noise(2, 5, 64), noise(64), 1.0 + noise(2, 1, 64)
+    chain = F.rms_norm(x, (64,), weight, 1e-5)
+    assert torch.equal(rms_norm_rows(x, weight, None, None, None, 1e-5), chain)
+    for one, other in zip(
+        rms_norm_fp8(x, weight, None, None, None, 1e-5, 1e-12),
+        row_quantise_fp8(chain, 1e-12),
+        strict=True,
+    ):
+        assert torch.equal(one.float(), other.float())
+    norm = RMSNorm(64, 1e-5)
+    norm.weight.data = weight
+    with torch.no_grad():
+        chain = norm(x) * scale
+    # Three roundings in the chain's place of one, each half a step of bf16.
+    found = rms_norm_rows(x, weight, scale, None, None, 1e-5)
+    assert not torch.equal(found, chain)
+    assert ((found - chain).abs() <= 4.1 * 2**-8 * chain.abs()).all()
+    assert not ((found * 1.02 - chain).abs() <= 4.1 * 2**-8 * chain.abs()).all()
+    # Tables give what their rows give, by token.
+    tables, index = noise(6, 2, 64).unbind(1), torch.tensor([5, 0, 0, 2, 5])
+    by_row = [table[index].expand(2, 5, 64) for table in tables]
+    found = rms_norm_rows(x, None, *tables, index, 1e-5)
+    assert torch.equal(found, rms_norm_rows(x, None, *by_row, None, 1e-5))
+    exact = F.rms_norm(x.float(), (64,), None, 1e-5) * by_row[0].float() + by_row[1].float()
+    assert torch.equal(found, exact.to(BF16))
+
+
+def test_rms_norm_fp8_says_why_not():
+    x, vector, table = noise(2, 5, 64), noise(64), noise(6, 64)
+    index = torch.tensor([5, 0, 0, 2, 5])
+    assert why_not_rms_norm_fp8(x, vector, table, table, index, 1e-5, 0.0) == ""
+    assert why_not_rms_norm_fp8(x, None, noise(2, 1, 64), x, None, 1e-5, 0.0) == ""
+    for args, reason in (
+        ((x.float(), vector, None, None, None), "not bfloat16"),
+        ((x.transpose(1, 2), None, None, None, None), "channels are not contiguous"),
+        ((x, vector[:32], None, None, None), "not a contiguous [D]"),
+        ((x, vector.double(), None, None, None), "float16 or float32"),
+        ((x, vector, None, x.double(), None), "float16 or float32"),
+        ((x, vector, table, None, None), "none of [D]"),
+        ((x, vector, x, None, index), "is not [R, D]"),
+        ((x, vector, None, table[:, :9], index), "is not [R, D]"),
+        ((x, vector, noise(64, 6).t(), None, index), "table's channels are not contiguous"),
+        ((x, vector, table, None, index.float()), "not int32 or int64"),
+        ((x, vector, table, None, index[1:]), "not a contiguous [S]"),
+        ((x, vector, table, None, index.expand(2, 5)), "not a contiguous [S]"),
+        ((x, vector, table, None, index.repeat(2)[::2]), "not a contiguous [S]"),
+    ):
+        assert reason in why_not_rms_norm_fp8(*args, 1e-5, 0.0)
 
 
 def test_head_norms_and_norms_across_heads_are_not_confused():

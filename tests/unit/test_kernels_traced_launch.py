@@ -29,6 +29,7 @@ from quantpolicy.kernels.qk_norm_rope_across_heads import qk_norm_rope_across_he
 from quantpolicy.kernels.qk_norm_rope_pack import qk_norm_rope_pack
 from quantpolicy.kernels.qk_rms_norm import qk_rms_norm
 from quantpolicy.kernels.rms_norm import rms_norm
+from quantpolicy.kernels.rms_norm_fp8 import rms_norm_fp8
 from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8
 from quantpolicy.kernels.row_quantise_int8 import row_quantise_int8
 from quantpolicy.kernels.scale_add_rms_norm import scale_add_rms_norm
@@ -185,6 +186,14 @@ CASES = {
     "layer_norm_fp8": Case(
         layer_norm_fp8, lambda s: (*norm_arguments(s), FLOOR), ["out_ptr", "row_scale_ptr"]
     ),
+    "rms_norm_fp8": Case(
+        rms_norm_fp8,
+        lambda s: (
+            *(half(2, s, 48), half(48), half(6, 96)[:, 48:], half(6, 96)[:, :48]),
+            *(torch.zeros(s, dtype=torch.int64), 1e-6, FLOOR),
+        ),
+        ["codes_ptr", "row_scale_ptr"],
+    ),
     "gelu_fp8_linear": Case(
         gelu_fp8_linear,
         lambda s: (half(2, s, 48), None, *weight_of(64, 48), FLOOR),
@@ -260,6 +269,7 @@ TRITON_NAMES = {
     "bfloat16": "bf16",
     "float32": "fp32",
     "int8": "i8",
+    "int64": "i64",
     "float8_e4m3fn": "fp8e4nv",
 }
 
