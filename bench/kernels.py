@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bench.kernel_case import Case, noise
+from bench.kernels_rms_norm import rms_norm_cases
 from bench.kernels_wan import TOKENS as WAN
 from bench.kernels_wan import bench_gelu_fp8_linear, wan_cases
 from bench.timing import (
@@ -238,6 +239,7 @@ def main() -> None:
     rows += [bench_gelu_fp8_linear(tokens) for tokens in WAN]
     cases = [case for tokens in HUNYUAN for case in hunyuan_cases(tokens)]
     cases += [case for tokens in WAN for case in wan_cases(tokens)]
+    cases += rms_norm_cases()
     cases += [case for tiles in TILES for case in decoder_cases(tiles)]
     for case in cases:
         rows.append(bench_case(case, ceiling))

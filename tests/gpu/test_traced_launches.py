@@ -21,6 +21,7 @@ from quantpolicy.kernels.qk_norm_rope_across_heads import qk_norm_rope_across_he
 from quantpolicy.kernels.qk_norm_rope_pack import qk_norm_rope_pack
 from quantpolicy.kernels.qk_rms_norm import qk_rms_norm
 from quantpolicy.kernels.rms_norm import rms_norm
+from quantpolicy.kernels.rms_norm_fp8 import rms_norm_fp8
 from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8
 from quantpolicy.kernels.row_quantise_int8 import row_quantise_int8
 from quantpolicy.kernels.scale_add_rms_norm import scale_add_rms_norm
@@ -126,6 +127,14 @@ CASES = {
         layer_norm_fp8,
         lambda b, s: (noise(b, s, WIDTH), None, None, *vectors(b), EPS, FLOOR),
         "_layer_norm_fp32_kernel",
+    ),
+    "rms_norm_fp8": Case(
+        rms_norm_fp8,
+        lambda b, s: (
+            *(noise(b, s, WIDTH), noise(WIDTH), *noise(6, 2 * WIDTH).chunk(2, dim=1)),
+            *(torch.arange(s, device="cuda") % 6, EPS, FLOOR),
+        ),
+        "_rms_norm_fp8_kernel",
     ),
 }
 # Exact whatever the order of sums, hence at any alignment.

@@ -195,7 +195,7 @@ def test_rows_with_fp32_modulation(columns):
 
 
 @interpreted
-@pytest.mark.parametrize("columns", [64, 96, 3])
+@pytest.mark.parametrize("columns", [96, 3])
 def test_rms_norm_fp8(columns):
     from quantpolicy.kernels.rms_norm_fp8 import (
         launch_rms_norm_fp8,
@@ -203,34 +203,34 @@ def test_rms_norm_fp8(columns):
         why_not_rms_norm_fp8,
     )
 
-    x = torch.randn(2, 18, columns, dtype=HALF)[:, ::2]
+    x = torch.randn(2, 10, columns, dtype=HALF)[:, ::2]
     weight = torch.randn(columns, dtype=HALF)
-    by_token = torch.randn(2, 9, 2, columns, dtype=HALF).unbind(2)
+    by_token = torch.randn(2, 5, 2, columns, dtype=HALF).unbind(2)
     by_sample = torch.randn(2, 2, columns).unbind(1)
     by_row = torch.randn(2, 2, 1, columns).unbind(1)
     tables = torch.randn(6, 3 * columns, dtype=HALF).chunk(3, dim=1)[1:]
-    index = torch.tensor([5, 0, 0, 3, 1, 2, 4, 4, 5])
-    for scale, shift, rows in (
-        (None, None, None),
-        *((*vectors, None) for vectors in (by_token, by_sample, by_row)),
-        (tables[0][4], None, None),
-        (None, by_token[1], None),
-        (*tables, index),
-        (*tables, index.int()),
+    index = torch.tensor([5, 0, 0, 3, 5])
+    for given, scale, shift, rows in (
+        (weight, None, None, None),
+        (weight.float(), *by_token, None),
+        (weight, *by_sample, None),
+        (None, *by_row, None),
+        (weight, tables[0][4], None, None),
+        (None, None, by_token[1], None),
+        (weight, *tables, index),
+        (None, *tables, index.int()),
     ):
-        for given in (weight, weight.float(), None):
-            args = (x, given, scale, shift, rows, 1e-5, 1e-12)
-            assert why_not_rms_norm_fp8(*args) == ""
-            codes, row_scale = launch_rms_norm_fp8(*args)
-            expected, expected_scale = rms_norm_fp8_reference(*args)
-            assert codes.is_contiguous()
-            torch.testing.assert_close(row_scale, expected_scale, rtol=2**-9, atol=0)
-            # The interpreter's casts to fp8 are not the GPU's.
-            assert float((codes.float() != expected.float()).float().mean()) < 0.1
-            if columns > 3:
-                assert (
-                    float((codes[:, 1:].float() != expected[:, :-1].float()).float().mean()) > 0.5
-                )
+        args = (x, given, scale, shift, rows, 1e-5, 1e-12)
+        assert why_not_rms_norm_fp8(*args) == ""
+        codes, row_scale = launch_rms_norm_fp8(*args)
+        expected, expected_scale = rms_norm_fp8_reference(*args)
+        assert codes.is_contiguous()
+        torch.testing.assert_close(row_scale, expected_scale, rtol=2**-9, atol=0)
+        # The interpreter's casts to fp8 are not the GPU's.
+        values, expected_values = codes.float(), expected.float()
+        assert float((values != expected_values).float().mean()) < 0.1
+        if columns > 3:
+            assert float((values[:, 1:] != expected_values[:, :-1]).float().mean()) > 0.5
 
 
 @interpreted
