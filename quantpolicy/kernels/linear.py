@@ -107,15 +107,16 @@ class FusedLinear(nn.Linear):
 
     def forward(self, x: Tensor | QuantisedRows) -> Tensor:
         """Return ``x @ weight.T + bias`` over the quantised weight, in the dtype of ``x``."""
-        if isinstance(x, QuantisedRows):
-            return self._of_codes(x)
-        if x.requires_grad and torch.is_grad_enabled():
+        given = x.codes if isinstance(x, QuantisedRows) else x
+        if given.requires_grad and torch.is_grad_enabled():
             raise KernelMountError(
                 self.name or "FusedLinear",
                 "a gradient is wanted through a quantised Linear",
                 allowed="fused execution serves inference only",
                 remedy="run under torch.no_grad(), or plan with execution='torchao'",
             )
+        if isinstance(x, QuantisedRows):
+            return self._of_codes(x)
         if torch.compiler.is_compiling():
             if self.scheme is Scheme.FP8:
                 return traced_fp8_linear(x, self.qdata, self.scale, self.bias, self.floor)

@@ -8,6 +8,7 @@ from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 
 from quantpolicy import Host, Request, load_rules, resolve
+from quantpolicy.errors import KernelMountError
 from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.kernels.rms_norm_fp8 import rms_norm_fp8
 from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8
@@ -273,6 +274,16 @@ def test_a_projection_exchanged_later_gets_rows(fused, monkeypatch):
     block.feed_forward.w1 = Adapted(block.feed_forward.w1)
     assert torch.equal(output(model, inputs), before)
     assert seen == [torch.bfloat16] * 2
+
+
+def test_a_gradient_through_codes_is_refused(fused):
+    model, inputs = build_tiny(FAMILY)
+    fused(model)
+    mount(model, (OP,))
+    model.layers[0].attention_norm1.weight.requires_grad_()
+    with pytest.raises(KernelMountError, match="a gradient is wanted through a quantised Linear"):
+        model(**inputs)
+    output(model, inputs)
 
 
 def test_blocks_of_the_same_name_in_another_model_are_no_site():
