@@ -17,7 +17,7 @@ from quantpolicy.layers import (
     judge,
     rules_in_force,
 )
-from quantpolicy.ops import OPS, OpFacts
+from quantpolicy.ops import COMPILED_ROWS, OPS, OpFacts
 from quantpolicy.plan import TimeItem, Workload
 from quantpolicy.request import Request
 from quantpolicy.rule_schema import Effect, FamilySpec, Rule, SchemePolicy
@@ -217,6 +217,11 @@ def op_refusal(case: Case, name: str, scheme: Scheme, facts: OpFacts) -> str:
         return f"it runs on GPUs, and {host.name} is none"
     if facts.min_sm and host.sm < facts.min_sm:
         return f"its kernel needs CUDA sm{facts.min_sm}, and {host.name} is {host.arch}"
+    if facts.min_sm and _waits_for_host(case, name):
+        return (
+            f"compiled code calls it from Python, which shows below {COMPILED_ROWS} image tokens;"
+            " speed eager mounts it"
+        )
     if facts.scheme not in (None, scheme):
         return f"it is for {facts.scheme}, and {name} is {scheme}"
     if facts.execution not in (None, case.request.execution):
@@ -224,6 +229,15 @@ def op_refusal(case: Case, name: str, scheme: Scheme, facts: OpFacts) -> str:
     if facts.contract is Contract.HIGH and case.request.quality is not Quality.HIGH:
         return "it is numerically relaxed; --quality high mounts it"
     return ""
+
+
+def _waits_for_host(case: Case, name: str) -> bool:
+    """Tell whether a compiled denoiser has so few rows that a call of an op shows."""
+    is_compiled = case.tier is not Tier.EAGER
+    is_denoiser = case.target.components[name].kind is ComponentKind.DENOISER
+    work = case.workload
+    few = work is not None and work.image_tokens * work.batch < COMPILED_ROWS
+    return is_compiled and is_denoiser and few
 
 
 def _drops_mask(case: Case, name: str, scheme: Scheme) -> bool:

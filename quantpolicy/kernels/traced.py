@@ -20,10 +20,7 @@ from quantpolicy.kernels.int8_linear import int8_gemm
 from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8, row_quantise_fp8_reference
 from quantpolicy.kernels.row_quantise_int8 import row_quantise_int8, row_quantise_int8_reference
 from quantpolicy.kernels.scaled_mm_probe import Route, route_at_any_rows
-
-# Below so many rows the quantisation joins its producer. The limit lies between 1,120 rows, at
-# which a step waits for the host, and 27,280, at which it does not.
-COMPILED_ROWS = 4096
+from quantpolicy.ops import COMPILED_ROWS
 
 _SHARED = "quantpolicy_rows"
 

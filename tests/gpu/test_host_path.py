@@ -17,7 +17,7 @@ from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.kernels.row_quantise_fp8 import launch_row_quantise_fp8
 from quantpolicy.kernels.scaled_gemm import scaled_gemm
 from quantpolicy.kernels.swiglu import swiglu, swiglu_reference
-from quantpolicy.kernels.traced import COMPILED_ROWS
+from quantpolicy.ops import COMPILED_ROWS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -26,8 +26,8 @@ from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8
 from quantpolicy.kernels.row_quantise_int8 import row_quantise_int8
 from quantpolicy.kernels.scale_add_rms_norm import scale_add_rms_norm
 from quantpolicy.kernels.swiglu import swiglu
-from quantpolicy.kernels.traced import COMPILED_ROWS
 from quantpolicy.kernels.traced_launch import traced_launches
+from quantpolicy.ops import COMPILED_ROWS
 from quantpolicy.runtime.weights import quantise_weight
 from quantpolicy.schemes import Scheme
 

@@ -12,12 +12,8 @@ from quantpolicy.kernels.fp8_linear import fp8_gemm, fp8_linear
 from quantpolicy.kernels.int8_linear import int8_gemm, int8_linear, int8_matmul_reference
 from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8
 from quantpolicy.kernels.scaled_mm_probe import PROBE_ROWS, forget_routes, route_at_any_rows
-from quantpolicy.kernels.traced import (
-    COMPILED_ROWS,
-    traced_fp8_gemm,
-    traced_fp8_linear,
-    traced_int8_linear,
-)
+from quantpolicy.kernels.traced import traced_fp8_gemm, traced_fp8_linear, traced_int8_linear
+from quantpolicy.ops import COMPILED_ROWS
 from quantpolicy.schemes import Scheme
 
 FLOOR = 1e-12

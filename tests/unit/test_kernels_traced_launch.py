@@ -34,7 +34,8 @@ from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8
 from quantpolicy.kernels.row_quantise_int8 import row_quantise_int8
 from quantpolicy.kernels.scale_add_rms_norm import scale_add_rms_norm
 from quantpolicy.kernels.swiglu import swiglu
-from quantpolicy.kernels.traced import COMPILED_ROWS, traced_fp8_linear, traced_int8_linear
+from quantpolicy.kernels.traced import traced_fp8_linear, traced_int8_linear
+from quantpolicy.ops import COMPILED_ROWS
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FLOOR = 1e-12
