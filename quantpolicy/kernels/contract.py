@@ -24,7 +24,6 @@ from quantpolicy.kernels.registry import (
     why_no_triton,
 )
 from quantpolicy.kernels.replay import Replay, describe, watched
-from quantpolicy.kernels.traced_launch import define_traced_op
 from quantpolicy.ops import OPS
 from quantpolicy.schemes import Contract
 
@@ -67,7 +66,6 @@ def define_fusion(
     reference: Implementation,
     why_not: Callable[..., str],
     fake: Implementation,
-    traced: Implementation | None = None,
 ) -> Implementation:
     """Define an op with the contract that ``ops`` says, and return the function that calls it.
 
@@ -76,19 +74,11 @@ def define_fusion(
 
     Args:
         schema: name and signature, such as ``double(Tensor x) -> Tensor``.
-        traced: the launcher for compiled code, of one result with the kernel's; see
-            ``define_traced_op``. None: compiled code calls the op.
     """
     name = schema.partition("(")[0]
     keep = lossless if OPS[name].contract is Contract.LOSSLESS else relaxed
     implementation = keep(name, kernel, reference, why_not)
-    cpu = on_cpu(name, reference)
-    if traced is None:
-        op = define_op(schema, cpu=cpu, cuda=implementation, fake=fake)
-    else:
-        op = define_traced_op(
-            schema, cpu=cpu, cuda=implementation, fake=fake, launcher=traced, why_not=why_not
-        )
+    op = define_op(schema, cpu=on_cpu(name, reference), cuda=implementation, fake=fake)
 
     def call(*args: object) -> object:
         first = args[0]

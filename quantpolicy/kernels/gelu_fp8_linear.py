@@ -27,7 +27,6 @@ from quantpolicy.kernels.row_quantise_fp8 import (
     rounded_floor,
     why_no_e4m3,
 )
-from quantpolicy.kernels.traced import traced_fp8_gemm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,7 +151,9 @@ if HAS_TRITON:
             tl.store(q_row + cols_b, fp8_codes(b, scale, EXACT_DIVISION), mask=cols_b < K)
 
 
-def _launch(x: Tensor, head: Tensor | None, floor: float) -> tuple[Tensor, Tensor]:
+@remembered
+def gelu_quantise(x: Tensor, head: Tensor | None, floor: float) -> tuple[Tensor, Tensor]:
+    """Run the Triton kernel, one program a row: codes [M, K] and scales [M, 1]."""
     width = 0 if head is None else head.shape[-1]
     columns = width + x.shape[-1]
     rows = x.numel() // x.shape[-1]
@@ -180,12 +181,6 @@ def _launch(x: Tensor, head: Tensor | None, floor: float) -> tuple[Tensor, Tenso
     return codes, scale
 
 
-@remembered
-def gelu_quantise(x: Tensor, head: Tensor | None, floor: float) -> tuple[Tensor, Tensor]:
-    """Run the Triton kernel, one program a row: codes [M, K] and scales [M, 1]."""
-    return _launch(x, head, floor)
-
-
 def launch_gelu_fp8_linear(
     x: Tensor,
     head: Tensor | None,
@@ -200,24 +195,10 @@ def launch_gelu_fp8_linear(
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-def _traced(
-    x: Tensor,
-    head: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    floor: float,
-) -> Tensor:
-    codes, scale = _launch(x, head, floor)
-    out = traced_fp8_gemm(codes, scale, weight, weight_scale, bias, x.dtype)
-    return out.view(*x.shape[:-1], weight.shape[0])
-
-
 gelu_fp8_linear: Callable[..., Tensor] = define_fusion(  # type: ignore[assignment]
     f"{_NAME}(Tensor x, Tensor? head, Tensor weight, Tensor weight_scale, Tensor? bias,"
     " float floor) -> Tensor",
     kernel=launch_gelu_fp8_linear,
-    traced=_traced,
     reference=gelu_fp8_linear_reference,
     why_not=_why_not,
     fake=_fake,

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from quantpolicy.kernels.launch import is_aligned, launch
-from quantpolicy.kernels.traced_launch import is_fake, trace_launch
 
 
 def keyed_launch(
@@ -22,7 +21,7 @@ def keyed_launch(
     free: tuple[int, ...] = (),
     **options: object,
 ) -> None:
-    """Run a kernel on the device of its first argument, a tensor; of a fake one, trace the launch.
+    """Run a kernel on the device of its first argument, a tensor.
 
     Args:
         kernel: a ``triton.jit`` function.
@@ -32,9 +31,6 @@ def keyed_launch(
     """
     first = args[0]
     assert isinstance(first, Tensor)
-    if is_fake(first):
-        trace_launch(kernel, grid, args, options)
-        return
     key: list[object] = [kernel, *options.values()]
     for position, argument in enumerate(args):
         if isinstance(argument, Tensor):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -300,7 +299,7 @@ def norm_rows(
     batch, tokens, columns = x.shape
     warps, tile = _tile(int(columns))
     by_token = is_by_token(scale) or is_by_token(shift)
-    programs = tokens if by_token else torch.sym_min(tokens, _PROGRAMS * processors(x.device))
+    programs = tokens if by_token else min(tokens, _PROGRAMS * processors(x.device))
     scale_strides = (0, 0) if scale is None else vector_strides(scale)
     shift_strides = (0, 0) if shift is None else vector_strides(shift)
     keyed_launch(
@@ -352,7 +351,6 @@ layer_norm_fp32: Callable[..., Tensor] = define_fusion(  # type: ignore[assignme
     f"{_NAME}(Tensor x, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? scale_table,"
     " Tensor? shift, Tensor? shift_table, float eps) -> Tensor",
     kernel=launch_layer_norm_fp32,
-    traced=launch_layer_norm_fp32,
     reference=layer_norm_fp32_reference,
     why_not=why_not_layer_norm,
     fake=_fake,

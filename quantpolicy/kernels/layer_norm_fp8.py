@@ -71,7 +71,6 @@ layer_norm_fp8: Callable[..., tuple[Tensor, Tensor]] = define_fusion(  # type: i
     f"{_NAME}(Tensor x, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? scale_table,"
     " Tensor? shift, Tensor? shift_table, float eps, float floor) -> (Tensor, Tensor)",
     kernel=launch_layer_norm_fp8,
-    traced=launch_layer_norm_fp8,
     reference=layer_norm_fp8_reference,
     why_not=_why_not,
     fake=_fake,

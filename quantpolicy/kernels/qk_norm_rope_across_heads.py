@@ -244,7 +244,6 @@ qk_norm_rope_across_heads: Callable[..., tuple[Tensor, Tensor]] = define_fusion(
     f"{_NAME}(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin,"
     " float eps) -> (Tensor, Tensor)",
     kernel=launch_qk_norm_rope_across_heads,
-    traced=launch_qk_norm_rope_across_heads,
     reference=qk_norm_rope_across_heads_reference,
     why_not=why_not_qk_norm_rope_across_heads,
     fake=_fake,

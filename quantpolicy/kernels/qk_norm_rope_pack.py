@@ -276,7 +276,6 @@ qk_norm_rope_pack: Callable[..., list[Tensor]] = define_fusion(  # type: ignore[
     " Tensor q_weight, Tensor k_weight, Tensor? text_q_weight, Tensor? text_k_weight,"
     " Tensor cos, Tensor sin, float eps) -> Tensor[]",
     kernel=launch_qk_norm_rope_pack,
-    traced=launch_qk_norm_rope_pack,
     reference=qk_norm_rope_pack_reference,
     why_not=_why_not,
     fake=_fake,

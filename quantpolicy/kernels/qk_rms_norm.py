@@ -166,7 +166,6 @@ def launch_qk_rms_norm(
 qk_rms_norm: Callable[..., tuple[Tensor, Tensor]] = define_fusion(  # type: ignore[assignment]
     f"{_NAME}(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps) -> (Tensor, Tensor)",
     kernel=launch_qk_rms_norm,
-    traced=launch_qk_rms_norm,
     reference=qk_rms_norm_reference,
     why_not=_why_not,
     fake=_fake,

@@ -41,19 +41,8 @@ def define_op(
         cuda: the fast implementation, for any input that the reference takes.
         fake: shapes and dtypes of the result, without data.
     """
-    _NAMES.append(schema.partition("(")[0])
-    return define_unlisted_op(schema, cpu=cpu, cuda=cuda, fake=fake)
-
-
-def define_unlisted_op(
-    schema: str,
-    *,
-    cpu: Callable[..., object],
-    cuda: Callable[..., object],
-    fake: Callable[..., object],
-) -> Callable[..., object]:
-    """Define an op that is none to a caller and has no name of its own; see ``define_op``."""
     name = schema.partition("(")[0]
+    _NAMES.append(name)
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, cpu, "CPU")
     _LIBRARY.impl(name, cuda, "CUDA")

@@ -123,7 +123,6 @@ def launch_rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -
 rms_norm: Callable[..., Tensor] = define_fusion(  # type: ignore[assignment]
     f"{_NAME}(Tensor x, Tensor weight, float eps, ScalarType dtype) -> Tensor",
     kernel=launch_rms_norm,
-    traced=launch_rms_norm,
     reference=rms_norm_reference,
     why_not=_why_not,
     fake=_fake,

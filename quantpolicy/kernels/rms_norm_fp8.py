@@ -292,7 +292,6 @@ rms_norm_fp8: Callable[..., tuple[Tensor, Tensor]] = define_fusion(  # type: ign
     f"{_NAME}(Tensor x, Tensor? weight, Tensor? scale, Tensor? shift, Tensor? index, float eps,"
     " float floor) -> (Tensor, Tensor)",
     kernel=launch_rms_norm_fp8,
-    traced=launch_rms_norm_fp8,
     reference=rms_norm_fp8_reference,
     why_not=_why_not,
     fake=_fake,

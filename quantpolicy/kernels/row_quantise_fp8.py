@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantpolicy.kernels.registry import HAS_TRITON, decline, direct, why_no_triton
+from quantpolicy.kernels.registry import HAS_TRITON, decline, define_op, direct, why_no_triton
 from quantpolicy.kernels.replay import remembered
 from quantpolicy.kernels.row_launch import launch_rows, row_amax_reference
 from quantpolicy.kernels.rows import flat_rows, row_scales_like
-from quantpolicy.kernels.traced_launch import define_traced_op
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,7 +151,9 @@ if HAS_TRITON:
             tl.store(q_row + start + cols, codes, mask=start + cols < K)
 
 
-def _launch(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+@remembered
+def launch_row_quantise_fp8(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """Run the Triton kernel and return codes [M, K] and scales [M, 1] of all rows of ``x``."""
     return launch_rows(
         _row_quantise_fp8_kernel,
         _row_quantise_fp8_long_kernel,
@@ -165,31 +166,12 @@ def _launch(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     )
 
 
-@remembered
-def launch_row_quantise_fp8(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """Run the Triton kernel and return codes [M, K] and scales [M, 1] of all rows of ``x``."""
-    return _launch(x, floor)
-
-
-def _traced(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    codes, scale = _launch(x, floor)
-    return codes.view(x.shape), scale.view(*x.shape[:-1], 1)
-
-
-def _why_not(x: Tensor, floor: float) -> str:
-    del floor
-    return why_no_e4m3(x.device)
-
-
 row_quantise_fp8: Callable[[Tensor, float], tuple[Tensor, Tensor]] = direct(
-    define_traced_op(
+    define_op(
         f"{_NAME}(Tensor x, float floor) -> (Tensor, Tensor)",
         cpu=row_quantise_fp8_reference,
         cuda=_cuda,
         fake=_fake,
-        launcher=_traced,
-        why_not=_why_not,
-        shared=True,
     ),
     _cuda,
 )

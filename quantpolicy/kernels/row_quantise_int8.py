@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantpolicy.kernels.registry import HAS_TRITON, decline, direct, why_no_triton
+from quantpolicy.kernels.registry import HAS_TRITON, decline, define_op, direct, why_no_triton
 from quantpolicy.kernels.replay import remembered
 from quantpolicy.kernels.row_launch import launch_rows, row_amax_reference
 from quantpolicy.kernels.rows import flat_rows, row_scales_like
-from quantpolicy.kernels.traced_launch import define_traced_op
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,7 +116,9 @@ if HAS_TRITON:
             )
 
 
-def _launch(x: Tensor) -> tuple[Tensor, Tensor]:
+@remembered
+def launch_row_quantise_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Run the Triton kernel and return codes [M, K] and scales [M, 1] of all rows of ``x``."""
     return launch_rows(
         _row_quantise_int8_kernel,
         _row_quantise_int8_long_kernel,
@@ -128,26 +129,12 @@ def _launch(x: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-@remembered
-def launch_row_quantise_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Run the Triton kernel and return codes [M, K] and scales [M, 1] of all rows of ``x``."""
-    return _launch(x)
-
-
-def _traced(x: Tensor) -> tuple[Tensor, Tensor]:
-    codes, scale = _launch(x)
-    return codes.view(x.shape), scale.view(*x.shape[:-1], 1)
-
-
 row_quantise_int8: Callable[[Tensor], tuple[Tensor, Tensor]] = direct(
-    define_traced_op(
+    define_op(
         f"{_NAME}(Tensor x) -> (Tensor, Tensor)",
         cpu=row_quantise_int8_reference,
         cuda=_cuda,
         fake=_fake,
-        launcher=_traced,
-        why_not=lambda _: "",
-        shared=True,
     ),
     _cuda,
 )

@@ -146,7 +146,6 @@ scale_add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = define_fusion(  # typ
     f"{_NAME}(Tensor residual, Tensor update, Tensor scale, Tensor weight, float eps)"
     " -> (Tensor, Tensor)",
     kernel=launch_scale_add_rms_norm,
-    traced=launch_scale_add_rms_norm,
     reference=scale_add_rms_norm_reference,
     why_not=_why_not,
     fake=_fake,

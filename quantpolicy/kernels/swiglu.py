@@ -90,7 +90,6 @@ def launch_swiglu(x: Tensor) -> Tensor:
 swiglu: Callable[[Tensor], Tensor] = define_fusion(  # type: ignore[assignment]
     f"{_NAME}(Tensor x) -> Tensor",
     kernel=launch_swiglu,
-    traced=launch_swiglu,
     reference=swiglu_reference,
     why_not=_why_not,
     fake=_fake,
