@@ -21,7 +21,7 @@ from torch._inductor.utils import fresh_cache
 
 from bench.execution_shapes import SHAPES, Inputs, Shape
 from bench.quantised import quantise_matching
-from bench.timing import gpu_ms, relative_error
+from bench.timing import event_ms, gpu_ms, relative_error
 from quantpolicy import load_rules
 from quantpolicy.fusions import fusion_places
 from quantpolicy.inventory.live import model_class
@@ -163,17 +163,11 @@ def _measure_graph(model: nn.Module, call: Inputs, tokens: int) -> dict[str, obj
 
 
 def _paced_ms(call: Callable[[], object], repeats: int) -> float:
-    """Return the mean time of calls that follow each other, launch cost included."""
+    """Return the median time of calls that follow each other, launch cost included."""
     for _ in range(2):
         call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    start.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / repeats
+    return event_ms([call], repeats)
 
 
 def start_compiler() -> None:

@@ -73,8 +73,13 @@ def gpu_ms(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:
     for call in calls[:3]:
         call()
     torch.cuda.synchronize()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     torch.cuda._sleep(SPIN_CYCLES)
+    return event_ms(calls, repeats)
+
+
+def event_ms(calls: Sequence[Callable[[], object]], repeats: int) -> float:
+    """Return the median time between events behind calls that follow each other."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     marks[0].record()
     for index in range(repeats):
         calls[index % len(calls)]()
