@@ -96,8 +96,6 @@ SHAPES = {
         {1120: 1120, 27280: 27280},
         lambda name: name.startswith("blocks."),
         WAN_KERNELS,
-        # Takes minutes: seconds a forward in eager, and longer to compile.
-        without=("torchao_int8",),
     ),
     # HunyuanVideo, 4 dual and 8 single blocks, at 848x480x65 (27,030 + 256 tokens).
     "hunyuan": Shape(
