@@ -45,8 +45,8 @@ WAYS = (
     ("fused_int8", "compile", "ms", "fused int8, compiled"),
     ("fused_fp8", "compile", "ms", "fused fp8, compiled"),
     ("fused_fp8_kernels", "compile", "ms", "fused fp8 and kernels, compiled"),
-    ("dense", "eager", "graph_ms", "dense, CUDA graph"),
-    ("fused_fp8_joined_kernels", "eager", "graph_ms", "fused fp8, joined, kernels, CUDA graph"),
+    ("dense", "compile", "graph_ms", "dense, compiled, CUDA graph"),
+    ("fused_fp8_joined_kernels", "compile", "graph_ms", "fused fp8, joined, kernels, CUDA graph"),
 )
 INK = {Scheme.FP8: "#ffffff", Scheme.INT8: "#1d1d1f", Scheme.DENSE: "#1d1d1f"}
 
