@@ -56,6 +56,7 @@ OPS = {
     "linear_gelu": OpFacts(Contract.HIGH, scheme=Scheme.DENSE),
     "split_linear": OpFacts(Contract.HIGH, scheme=Scheme.DENSE),
     "gelu_fp8_linear": OpFacts(Contract.HIGH, FP8_SM, Scheme.FP8, Execution.FUSED),
+    "swiglu_fp8_linear": OpFacts(Contract.HIGH, FP8_SM, Scheme.FP8, Execution.FUSED),
     "rms_norm": OpFacts(Contract.HIGH, TRITON_SM),
     "scale_add_rms_norm": OpFacts(Contract.HIGH, TRITON_SM),
     "qk_rms_norm_rope": OpFacts(Contract.HIGH, TRITON_SM),

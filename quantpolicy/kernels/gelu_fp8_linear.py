@@ -11,22 +11,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quantpolicy.kernels.activated_rows import (
+    beside,
+    fake_linear,
+    launch_codes,
+    multiply_codes,
+    why_not_activated,
+)
 from quantpolicy.kernels.contract import define_fusion
-from quantpolicy.kernels.fp8_linear import fp8_linear, multiply_rows
-from quantpolicy.kernels.keyed_launch import keyed_launch
+from quantpolicy.kernels.fp8_linear import fp8_linear
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.replay import remembered
-from quantpolicy.kernels.rotary import HALF_DTYPES
-from quantpolicy.kernels.row_launch import REGISTER_COLUMNS, row_warps, split_columns
-from quantpolicy.kernels.row_quantise_fp8 import (
-    needs_exact_division,
-    rounded_floor,
-    why_no_e4m3,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,8 +34,7 @@ _NAME = "gelu_fp8_linear"
 
 def gelu_rows(x: Tensor, head: Tensor | None) -> Tensor:
     """Activate, and put the head before it, in plain torch."""
-    rows = F.gelu(x, approximate="tanh")
-    return rows if head is None else torch.cat([head, rows], dim=-1)
+    return beside(head, F.gelu(x, approximate="tanh"))
 
 
 def gelu_fp8_linear_reference(
@@ -52,58 +49,12 @@ def gelu_fp8_linear_reference(
     return fp8_linear(gelu_rows(x, head), weight, weight_scale, bias, floor)
 
 
-def _fake(
-    x: Tensor,
-    head: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    floor: float,
-) -> Tensor:
-    del head, weight_scale, bias, floor
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-def _why_not(
-    x: Tensor,
-    head: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    floor: float,
-) -> str:
-    del weight_scale, bias, floor
-    if x.dtype not in HALF_DTYPES or (head is not None and head.dtype is not x.dtype):
-        return "activations are not all bfloat16 or all float16"
-    if row_stride(x) is None or (head is not None and row_stride(head) is None):
-        return "rows are not regular, or their channels not contiguous"
-    if weight.shape[1] > REGISTER_COLUMNS:
-        return f"rows are longer than {REGISTER_COLUMNS}"
-    if x.numel() == 0:
-        return "there are no rows"
-    return why_no_e4m3(x.device)
-
-
-def row_stride(x: Tensor) -> int | None:
-    """Return the stride from each row of [B, S, K] to the next, None when there is no such one."""
-    if x.dim() != 3 or x.stride(-1) != 1:
-        return None
-    regular = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
-    return x.stride(1) if regular else None
-
-
 if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from quantpolicy.kernels.row_math import (
-        fp8_codes,
-        fp8_scale,
-        larger,
-        rounded_pairs,
-        row_amax,
-        sigmoid,
-    )
+    from quantpolicy.kernels.activated_rows import store_row, with_head
+    from quantpolicy.kernels.row_math import larger, rounded_pairs, row_amax, sigmoid
 
     @triton.jit
     def _activated(x_row, head_row, cols, N: tl.constexpr, K: tl.constexpr):
@@ -113,10 +64,7 @@ if HAS_TRITON:
         # 2 sqrt(2 / pi) x (1 + 0.044715 x^2)
         inner = x * (1.5957691216057308 + 0.07135481627260025 * x * x)
         y = rounded_pairs(x * sigmoid(inner), dtype)
-        if N > 0:
-            head = tl.load(head_row + cols, mask=cols < N, other=0.0).to(tl.float32)
-            y = tl.where(cols < N, head, y)
-        return y
+        return with_head(y, head_row, cols, N)
 
     @triton.jit
     def _gelu_quantise_kernel(
@@ -136,49 +84,21 @@ if HAS_TRITON:
         row = tl.program_id(0).to(tl.int64)
         x_row = x_ptr + row * x_stride
         head_row = head_ptr + row * head_stride
-        q_row = q_ptr + row * K
-        cols_a = tl.arange(0, BLOCK_A)[None, :]
-        a = _activated(x_row, head_row, cols_a, N, K)
+        dtype: tl.constexpr = x_ptr.dtype.element_ty
+        a = _activated(x_row, head_row, tl.arange(0, BLOCK_A)[None, :], N, K)
+        b = a
         amax = row_amax(a)
         if BLOCK_B > 0:
-            cols_b = BLOCK_A + tl.arange(0, BLOCK_B)[None, :]
-            b = _activated(x_row, head_row, cols_b, N, K)
+            b = _activated(x_row, head_row, BLOCK_A + tl.arange(0, BLOCK_B)[None, :], N, K)
             amax = larger(amax, row_amax(b))
-        scale = fp8_scale(amax, floor, x_ptr.dtype.element_ty)[:, None]
-        tl.store(scale_ptr + row + tl.zeros((1, 1), dtype=tl.int32), scale)
-        tl.store(q_row + cols_a, fp8_codes(a, scale, EXACT_DIVISION))
-        if BLOCK_B > 0:
-            tl.store(q_row + cols_b, fp8_codes(b, scale, EXACT_DIVISION), mask=cols_b < K)
+        q_row, scale_at = q_ptr + row * K, scale_ptr + row
+        store_row(q_row, scale_at, a, b, amax, floor, dtype, K, BLOCK_A, BLOCK_B, EXACT_DIVISION)
 
 
 @remembered
 def gelu_quantise(x: Tensor, head: Tensor | None, floor: float) -> tuple[Tensor, Tensor]:
     """Run the Triton kernel, one program a row: codes [M, K] and scales [M, 1]."""
-    width = 0 if head is None else head.shape[-1]
-    columns = width + x.shape[-1]
-    rows = x.numel() // x.shape[-1]
-    codes = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    keyed_launch(
-        _gelu_quantise_kernel,
-        (rows, 1),
-        (
-            x,
-            x if head is None else head,
-            codes,
-            scale,
-            rounded_floor(floor, x.dtype),
-            x.stride(1),
-            0 if head is None else head.stride(1),
-            width,
-            columns,
-            *split_columns(columns),
-            needs_exact_division(floor),
-        ),
-        num_warps=row_warps(columns),
-        enable_fp_fusion=True,
-    )
-    return codes, scale
+    return launch_codes(_gelu_quantise_kernel, (x,), head, floor)
 
 
 def launch_gelu_fp8_linear(
@@ -190,9 +110,7 @@ def launch_gelu_fp8_linear(
     floor: float,
 ) -> Tensor:
     """Make the codes, then run the GEMM that ``fp8_linear`` runs."""
-    codes, scale = gelu_quantise(x, head, floor)
-    out = multiply_rows(codes, scale, weight, weight_scale, bias, x.dtype)
-    return out.view(*x.shape[:-1], weight.shape[0])
+    return multiply_codes(x, gelu_quantise(x, head, floor), (weight, weight_scale, bias))
 
 
 gelu_fp8_linear: Callable[..., Tensor] = define_fusion(  # type: ignore[assignment]
@@ -200,6 +118,6 @@ gelu_fp8_linear: Callable[..., Tensor] = define_fusion(  # type: ignore[assignme
     " float floor) -> Tensor",
     kernel=launch_gelu_fp8_linear,
     reference=gelu_fp8_linear_reference,
-    why_not=_why_not,
-    fake=_fake,
+    why_not=why_not_activated,
+    fake=fake_linear,
 )

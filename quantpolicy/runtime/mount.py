@@ -145,6 +145,7 @@ def _finders() -> dict[str, list[Callable[[nn.Module], Sites]]]:
     """Return all that find sites of each op; diffusers is imported here and no earlier."""
     from quantpolicy.runtime.mounts import (
         feed_forward,
+        gated_feed_forward,
         hunyuanvideo_sites,
         minimax_h3_denoiser_sites,
         minimax_h3_sites,
@@ -161,6 +162,7 @@ def _finders() -> dict[str, list[Callable[[nn.Module], Sites]]]:
         wan_sites,
         z_image_sites,
         feed_forward,
+        gated_feed_forward,
     )
     finders: dict[str, list[Callable[[nn.Module], Sites]]] = {}
     for module in modules:

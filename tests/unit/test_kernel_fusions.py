@@ -291,20 +291,44 @@ def test_qk_rms_norm_rope():
         assert_near(found[1], expected[1])
 
 
-@interpreted
-@pytest.mark.parametrize(("width", "columns"), [(64, 192), (0, 33), (48, 80)])
-def test_gelu_quantise(width, columns):
-    from quantpolicy.kernels.gelu_fp8_linear import gelu_quantise, gelu_rows
+def assert_codes(found, rows):
     from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8_reference
 
-    x = torch.randn(1, 5, columns + 8, dtype=HALF)[..., :columns]
-    head = torch.randn(1, 5, width, dtype=HALF) if width else None
-    codes, scale = gelu_quantise(x, head, 1e-12)
-    expected, expected_scale = row_quantise_fp8_reference(gelu_rows(x, head), 1e-12)
+    codes, scale = found
+    expected, expected_scale = row_quantise_fp8_reference(rows, 1e-12)
     torch.testing.assert_close(scale, expected_scale.view(-1, 1), rtol=2**-9, atol=0)
     values, expected_values = codes.float(), expected.view(codes.shape).float()
     # The interpreter's casts to fp8 are not the GPU's.
     assert float((values != expected_values).float().mean()) < 0.1
+
+
+@interpreted
+@pytest.mark.parametrize(("width", "columns"), [(64, 192), (0, 33), (48, 80)])
+def test_gelu_quantise(width, columns):
+    from quantpolicy.kernels.gelu_fp8_linear import gelu_quantise, gelu_rows
+
+    x = torch.randn(1, 5, columns + 8, dtype=HALF)[..., :columns]
+    head = torch.randn(1, 5, width, dtype=HALF) if width else None
+    assert_codes(gelu_quantise(x, head, 1e-12), gelu_rows(x, head))
+
+
+@interpreted
+@pytest.mark.parametrize(("width", "columns"), [(64, 192), (0, 33), (48, 80), (0, 1), (3, 128)])
+def test_swiglu_quantise(width, columns):
+    from quantpolicy.kernels.swiglu_fp8_linear import swiglu_quantise, swiglu_rows
+
+    projected = torch.randn(2, 5, 2 * columns + 6, dtype=HALF)
+    first, second = projected[..., 6 : 6 + columns], projected[..., 6 + columns :]
+    whole = torch.randn(2, 5, columns, dtype=HALF)
+    head = torch.randn(2, 5, width, dtype=HALF) if width else None
+    before = projected.clone()
+    for value, gate in ((first, second), (second, first), (whole, second), (first[:1], whole[:1])):
+        given = None if head is None else head[: len(value)]
+        found, rows = swiglu_quantise(value, gate, given, 1e-12), swiglu_rows(value, gate, given)
+        assert_codes(found, rows)
+        with pytest.raises(AssertionError):
+            assert_codes(found, -rows)
+    assert torch.equal(projected, before)
 
 
 @interpreted

@@ -274,6 +274,18 @@ def test_hooks_in_a_feed_forward_are_a_reason_against_it(settings):
     }
 
 
+def test_dropout_in_a_feed_forward_is_not_left_out(fused):
+    model, inputs = build_tiny(PER_TOKEN)
+    fused(model)
+    for block in model.blocks:
+        block.ffn.net[1].p = 0.5
+    mount(model, ("gelu_fp8_linear",))
+    before = output(model, inputs)
+    model.train()
+    with torch.random.fork_rng(devices=[]):
+        assert not torch.equal(output(model, inputs), before)
+
+
 def test_a_norm_that_not_only_fp8_linears_read_is_not_quantised(settings, monkeypatch):
     model, inputs = build_tiny(PER_TOKEN)
     reason = "blocks.0: no norm is read by fp8 Linears in fused execution alone"

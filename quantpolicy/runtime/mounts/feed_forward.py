@@ -34,11 +34,16 @@ class QuantisedFeedForward(Rewrite):
     def forward(self: Part, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return the rows after the last Linear."""
         last = self.net[2]
-        if not (self.quantises and is_fp8(last)):
+        if not (self.quantises and is_fp8(last)) or drops(self):
             plain: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
             return plain
         rows = self.net[0].proj(hidden_states)
         return gelu_fp8_linear(rows, None, last.qdata, last.scale, last.bias, last.floor)
+
+
+def drops(ff: Part) -> bool:
+    """Return whether a feed-forward drops values out, which no fused op does."""
+    return ff.training and any(isinstance(each, nn.Dropout) and each.p > 0 for each in ff.net)
 
 
 def is_fp8(linear: Part) -> bool:

@@ -1,0 +1,154 @@
+"""What an fp8 Linear over activated rows does besides its activation: codes, then the GEMM.
+
+    rows = cat(head, activation(*inputs))
+    out  = (q(rows) @ weight.T) * row_scale * weight_scale + bias
+
+Arguments come as an op takes them: the inputs of the activation, [B, S, N] each, then ``head``
+[B, S, H] or None, ``weight`` [M, H + N] with its scales, ``bias`` and ``floor``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantpolicy.kernels.fp8_linear import multiply_rows
+from quantpolicy.kernels.keyed_launch import keyed_launch
+from quantpolicy.kernels.registry import HAS_TRITON
+from quantpolicy.kernels.rotary import HALF_DTYPES
+from quantpolicy.kernels.row_launch import REGISTER_COLUMNS, row_warps, split_columns
+from quantpolicy.kernels.row_quantise_fp8 import (
+    needs_exact_division,
+    rounded_floor,
+    why_no_e4m3,
+)
+
+Codes = tuple[Tensor, Tensor]
+# Weight, its scales, and the bias.
+Operands = tuple[Tensor, Tensor, Tensor | None]
+
+
+def beside(head: Tensor | None, rows: Tensor) -> Tensor:
+    """Put the head before activated rows, in plain torch."""
+    return rows if head is None else torch.cat([head, rows], dim=-1)
+
+
+def fake_linear(*args: Any) -> Tensor:
+    """Return the fake result of an op."""
+    x, weight = args[0], args[-4]
+    fake: Tensor = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return fake
+
+
+def why_not_activated(*args: Any) -> str:
+    """Return why no kernel can take an op's arguments, "" when one can."""
+    *inputs, head, weight, _, _, _ = args
+    x = inputs[0]
+    given = inputs if head is None else [*inputs, head]
+    if x.dtype not in HALF_DTYPES or any(each.dtype is not x.dtype for each in given):
+        return "activations are not all bfloat16 or all float16"
+    if any(row_stride(each) is None for each in given):
+        return "rows are not regular, or their channels not contiguous"
+    if any(each.shape != x.shape for each in inputs):
+        return "the inputs of the activation differ in shape"
+    if any(each.shape[:-1] != x.shape[:-1] for each in given):
+        return "the head has other rows"
+    if weight.shape[1] != x.shape[-1] + (0 if head is None else head.shape[-1]):
+        return "the rows do not make up the weight's columns"
+    if weight.shape[1] > REGISTER_COLUMNS:
+        return f"rows are longer than {REGISTER_COLUMNS}"
+    if x.numel() == 0:
+        return "there are no rows"
+    return why_no_e4m3(x.device)
+
+
+def row_stride(x: Tensor) -> int | None:
+    """Return the stride from each row of [B, S, K] to the next, None when there is no such one."""
+    if x.dim() != 3 or x.stride(-1) != 1:
+        return None
+    regular = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+    return x.stride(1) if regular else None
+
+
+def launch_codes(
+    kernel: Any, inputs: tuple[Tensor, ...], head: Tensor | None, floor: float
+) -> Codes:
+    """Run a kernel that activates and quantises, one program a row: codes [M, K], scales [M, 1].
+
+    Args:
+        kernel: takes the inputs and the head, codes and scales, the floor, the row strides of
+            inputs and head, and H, H + N, two block sizes and whether it must divide exactly.
+    """
+    x = inputs[0]
+    width = 0 if head is None else head.shape[-1]
+    columns = width + x.shape[-1]
+    rows = x.numel() // x.shape[-1]
+    codes = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    keyed_launch(
+        kernel,
+        (rows, 1),
+        (
+            *inputs,
+            x if head is None else head,
+            codes,
+            scale,
+            rounded_floor(floor, x.dtype),
+            *(each.stride(1) for each in inputs),
+            0 if head is None else head.stride(1),
+            width,
+            columns,
+            *split_columns(columns),
+            needs_exact_division(floor),
+        ),
+        num_warps=row_warps(columns),
+        enable_fp_fusion=True,
+    )
+    return codes, scale
+
+
+def multiply_codes(x: Tensor, codes: Codes, operands: Operands) -> Tensor:
+    """Run the GEMM that ``fp8_linear`` runs; the result has the rows and the dtype of ``x``."""
+    (rows, scale), (weight, weight_scale, bias) = codes, operands
+    out = multiply_rows(rows, scale, weight, weight_scale, bias, x.dtype)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from quantpolicy.kernels.row_math import fp8_codes, fp8_scale
+
+    @triton.jit
+    def with_head(y, head_row, cols, N: tl.constexpr):
+        """Return part of a row, [1, BLOCK] fp32, with the head in its first N columns."""
+        if N > 0:
+            head = tl.load(head_row + cols, mask=cols < N, other=0.0).to(tl.float32)
+            y = tl.where(cols < N, head, y)
+        return y
+
+    @triton.jit
+    def store_row(
+        q_row,
+        scale_at,
+        a,
+        b,
+        amax,
+        floor,
+        DTYPE: tl.constexpr,
+        K: tl.constexpr,
+        BLOCK_A: tl.constexpr,
+        BLOCK_B: tl.constexpr,
+        EXACT_DIVISION: tl.constexpr,
+    ):
+        """Store codes and scale of a row that lies in two parts, of which ``b`` may be none."""
+        scale = fp8_scale(amax, floor, DTYPE)[:, None]
+        tl.store(scale_at + tl.zeros((1, 1), dtype=tl.int32), scale)
+        cols_a = tl.arange(0, BLOCK_A)[None, :]
+        tl.store(q_row + cols_a, fp8_codes(a, scale, EXACT_DIVISION))
+        if BLOCK_B > 0:
+            cols_b = BLOCK_A + tl.arange(0, BLOCK_B)[None, :]
+            tl.store(q_row + cols_b, fp8_codes(b, scale, EXACT_DIVISION), mask=cols_b < K)
