@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quantpolicy.kernels.activated_rows import why_not_activated
+from quantpolicy.kernels.fp8_linear import fp8_linear
 from quantpolicy.kernels.gated_residual import gated_residual, gated_residual_reference
 from quantpolicy.kernels.gelu_fp8_linear import gelu_fp8_linear, gelu_rows
 from quantpolicy.kernels.layer_norm_fp8 import layer_norm_fp8
@@ -27,9 +29,15 @@ from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8
 from quantpolicy.kernels.scale_add_rms_norm import scale_add_rms_norm
 from quantpolicy.kernels.split_linear import split_linear
 from quantpolicy.kernels.swiglu import swiglu
+from quantpolicy.kernels.swiglu_fp8_linear import (
+    swiglu_fp8_linear,
+    swiglu_fp8_linear_reference,
+    swiglu_rows,
+)
 from quantpolicy.kernels.swiglu_linear import swiglu_linear, why_not_swiglu_linear
 
 BF16 = torch.bfloat16
+FP8 = ("gelu_fp8_linear", "swiglu_fp8_linear", "fp8_gemm")
 
 
 def noise(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -92,13 +100,14 @@ def arguments() -> dict[str, tuple[object, ...]]:
         "linear_gelu": (x, noise(128, 64), noise(128)),
         "split_linear": (x, update, noise(32, 128), noise(32)),
         "gelu_fp8_linear": (x, update, codes, scale, noise(32), 1e-12),
+        "swiglu_fp8_linear": (x, update, noise(2, 5, 64), codes, scale, noise(32), 1e-12),
     }
 
 
 @pytest.mark.parametrize("name", list(arguments()))
 def test_opcheck(name):
     # The schema check multiplies the inputs, which fp8 tensors cannot be.
-    tests = ("test_schema", "test_faketensor")[name in ("gelu_fp8_linear", "fp8_gemm") :]
+    tests = ("test_schema", "test_faketensor")[name in FP8 :]
     op = getattr(torch.ops.quantpolicy, name).default
     torch.library.opcheck(op, arguments()[name], test_utils=tests)
 
@@ -274,6 +283,54 @@ def test_predicates_say_why():
     short = (tables[0][..., :32], tables[1][..., :32])
     assert "48" in why_not_qk_rms_norm_rope(q, k, *short)
     assert "batch or tokens" in why_not_qk_rms_norm_rope(q[:, 1:], k[:, 1:], *tables)
+
+
+def test_swiglu_fp8_linear_is_the_chain_of_both_orders_of_diffusers():
+    from diffusers.models.activations import SwiGLU
+    from diffusers.models.transformers.transformer_flux2 import Flux2SwiGLU
+    from diffusers.models.transformers.transformer_z_image import FeedForward
+
+    weight, scale, bias, floor = arguments()["swiglu_fp8_linear"][3:]
+    with torch.no_grad():
+        for dtype in (torch.float16, BF16):
+            x, head = noise(2, 7, 48, dtype=dtype), noise(2, 7, 64, dtype=dtype)
+            entry = SwiGLU(48, 64).to(dtype)
+            first, second = entry.proj(x).chunk(2, dim=-1)
+            assert torch.equal(swiglu_rows(first, second, None), entry(x))
+            rows = torch.cat([head, Flux2SwiGLU()(entry.proj(x))], dim=-1)
+            assert torch.equal(swiglu_rows(second, first, head), rows)
+            given = (second, first, head, weight, scale, bias.to(dtype), floor)
+            expected = fp8_linear(rows, *given[3:])
+            assert torch.equal(swiglu_fp8_linear(*given), expected)
+            assert torch.equal(swiglu_fp8_linear_reference(*given), expected)
+            gated = FeedForward._forward_silu_gating(None, first, second)
+            assert torch.equal(swiglu_rows(second, first, None), gated)
+
+
+def test_ops_of_activated_rows_say_why_not(monkeypatch):
+    monkeypatch.setattr("quantpolicy.kernels.activated_rows.why_no_e4m3", lambda _: "")
+    value, gate, head, weight, *others = arguments()["swiglu_fp8_linear"]
+    halves = noise(2, 5, 128).chunk(2, dim=-1)
+    for args in ((value, gate, head, weight), (*halves, head, weight), (value, head, weight)):
+        assert why_not_activated(*args, *others) == ""
+    assert why_not_activated(value, gate, None, weight[:, :64], *others) == ""
+    wide = weight.repeat(1, 300)
+    for args, reason in (
+        ((value.float(), gate.float(), head, weight), "not all bfloat16 or all float16"),
+        ((value, gate.half(), head, weight), "not all bfloat16 or all float16"),
+        ((value, gate, head.half(), weight), "not all bfloat16 or all float16"),
+        ((value[0], gate[0], head[0], weight), "rows are not regular"),
+        ((noise(2, 9, 64)[:, :5], gate, head, weight), "rows are not regular"),
+        ((value, noise(2, 64, 5).transpose(1, 2), head, weight), "rows are not regular"),
+        ((value, gate, noise(2, 5, 128)[..., ::2], weight), "rows are not regular"),
+        ((value, gate[..., :1], head, weight), "differ in shape"),
+        ((value, gate[:1], head, weight), "differ in shape"),
+        ((value, gate, head[:1], weight), "the head has other rows"),
+        ((value, gate, None, weight), "do not make up the weight's columns"),
+        ((value, gate, noise(2, 5, wide.shape[1] - 64), wide), "longer than 32768"),
+        ((value[:0], gate[:0], head[:0], weight), "there are no rows"),
+    ):
+        assert reason in why_not_activated(*args, *others)
 
 
 def test_swiglu_linear_is_the_chain_of_diffusers():

@@ -132,7 +132,7 @@ def _multiplied(last: Part, value: Tensor, gate: Tensor, head: Tensor | None = N
 
 # Each class with a gate before its last Linear: its rewrite, and what holds the gate (None: the
 # class itself) beside that Linear.
-_KINDS: dict[type, tuple[type[Gated], Callable[[Part], tuple[Part, Part]]]] = {
+KINDS: dict[type, tuple[type[Gated], Callable[[Part], tuple[Part, Part]]]] = {
     FeedForward: (GatedFeedForward, lambda ff: (ff.net[0], ff.net[2])),
     Flux2FeedForward: (Flux2GatedFeedForward, lambda ff: (ff.act_fn, ff.linear_out)),
     Flux2ParallelSelfAttention: (
@@ -151,14 +151,14 @@ def find_swiglu_fp8_linear(model: nn.Module) -> Sites:
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, Part]]:
     for name, module in model.named_modules():
-        if former_class(module) in _KINDS:
-            entry, last = _KINDS[former_class(module)][1](module)
+        if former_class(module) in KINDS:
+            entry, last = KINDS[former_class(module)][1](module)
             if is_fp8(last) and (entry is None or type(_silu_of(entry)) is nn.SiLU):
                 yield name, module
 
 
 def _site(name: str, module: Part) -> tuple[Site, str]:
-    rewrite, parts = _KINDS[former_class(module)]
+    rewrite, parts = KINDS[former_class(module)]
     entry, last = parts(module)
     target, reason = module, why_not_plain(module)
     if rewrite is Flux2ParallelProcessor:
