@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from bench.kernel_case import Case, noise
+from bench.kernels_gated import GATED, bench_swiglu_fp8_linear
+from bench.kernels_gated import TOKENS as GATED_TOKENS
 from bench.kernels_rms_norm import rms_norm_cases
 from bench.kernels_wan import TOKENS as WAN
 from bench.kernels_wan import bench_gelu_fp8_linear, wan_cases
@@ -237,6 +239,10 @@ def main() -> None:
     ceiling = copy_ceiling_tb_s()
     rows = [bench_linear_gelu(tokens) for tokens in (256, 27_030, 27_286)]
     rows += [bench_gelu_fp8_linear(tokens) for tokens in WAN]
+    for tokens in GATED_TOKENS:
+        for shape in GATED:
+            rows.append(bench_swiglu_fp8_linear(shape, tokens, ceiling))
+            torch.cuda.empty_cache()
     cases = [case for tokens in HUNYUAN for case in hunyuan_cases(tokens)]
     cases += [case for tokens in WAN for case in wan_cases(tokens)]
     cases += rms_norm_cases()

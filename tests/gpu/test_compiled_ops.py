@@ -25,6 +25,7 @@ from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8
 from quantpolicy.kernels.row_quantise_int8 import row_quantise_int8
 from quantpolicy.kernels.scale_add_rms_norm import scale_add_rms_norm
 from quantpolicy.kernels.swiglu import swiglu
+from quantpolicy.kernels.swiglu_fp8_linear import swiglu_fp8_linear
 from quantpolicy.ops import COMPILED_ROWS
 from quantpolicy.runtime.weights import quantise_weight
 from quantpolicy.schemes import Scheme
@@ -224,6 +225,46 @@ def test_gelu_fp8_linear(tokens: int) -> None:
         expected = gelu_fp8_linear(x, None, *operands, FLOOR).double()
         # The GEMM of few rows is another one in eager code.
         assert (found - expected).norm() / expected.norm() < 2**-8
+
+
+@pytest.mark.parametrize("tokens", [17, 1120])
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_swiglu_fp8_linear(gate_first: bool, tokens: int) -> None:
+    def gated(projected: Tensor, head: Tensor) -> Tensor:
+        first, second = projected[..., HEAD:].chunk(2, dim=-1)
+        value, gate = (second, first) if gate_first else (first, second)
+        return swiglu_fp8_linear(value, gate, head, *operands, FLOOR)  # type: ignore[no-any-return]
+
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(gated, backend=counter, fullgraph=True)
+    operands = fp8_weight(1024, WIDTH + HEAD)
+    for batch in (2, 1):
+        arguments = noise(batch, tokens, HEAD + 2 * WIDTH), noise(batch, tokens, HEAD)
+        found, expected = compiled(*arguments).double(), gated(*arguments).double()
+        # The GEMM of few rows is another one in eager code.
+        assert (found - expected).norm() / expected.norm() < 2**-8
+
+
+@pytest.mark.parametrize("tokens", [17, 1120])
+def test_an_op_reads_halves_of_a_projection_where_they_lie(tokens: int) -> None:
+    weight, scale, _ = fp8_weight(1024, WIDTH)
+
+    def gated(projected: Tensor) -> Tensor:
+        gate, value = projected.chunk(2, dim=-1)
+        return swiglu_fp8_linear(value, gate, None, weight, scale, None, FLOOR)  # type: ignore[no-any-return]
+
+    compiled = torch.compile(gated, fullgraph=True)
+    projected = noise(2, tokens, 2 * WIDTH)
+    compiled(projected)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        compiled(projected)
+        torch.cuda.synchronize()
+    events = profile.events()
+    on_device = [e.name for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert sum("_swiglu_quantise_kernel" in name for name in on_device) == 1
+    # Neither half is copied.
+    assert not any("triton_poi" in name or "copy" in name.lower() for name in on_device)
 
 
 @pytest.mark.parametrize("scheme", [Scheme.FP8, Scheme.INT8])
