@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from bench.execution_models import MODELS, VARIANTS, start_compiler
+from bench.execution_models import MODELS, start_compiler
+from bench.execution_variants import VARIANTS
 from bench.quantised import quantised_linear
 from bench.timing import (
     copies_for,

@@ -3,13 +3,11 @@
 Only the repeated blocks are compiled, as diffusers does it, each variant with empty caches of the
 compiler: ``first_s`` of a compiled row is the first call, compilation included. ``graph_ms`` is a
 CUDA graph of one whole forward, captured in steady state. ``peak_gib`` is the peak of a variant
-alone. A variant ``joined`` has the rule table's groups of projections joined, ``kernels`` the
-fusions mounted that ``Shape`` names.
+alone.
 """
 
 from __future__ import annotations
 
-import copy
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,53 +18,25 @@ from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 
 from bench.execution_shapes import SHAPES, Inputs, Shape
-from bench.quantised import quantise_matching
+from bench.execution_variants import VARIANTS, build_dense, made_variant
 from bench.timing import event_ms, gpu_ms, relative_error
-from quantpolicy import load_rules
-from quantpolicy.fusions import fusion_places
-from quantpolicy.inventory.live import model_class
-from quantpolicy.kernels.linear import FusedLinear
-from quantpolicy.runtime.joined import join_linears
-from quantpolicy.runtime.mount import mount
-from quantpolicy.schemes import Scheme
+from quantpolicy.ops import OPS
 
-FLOOR = 1e-12
 MANY_TOKENS = 10_000
-VARIANTS = (
-    "dense",
-    "fused_fp8",
-    "fused_fp8_joined",
-    "fused_fp8_kernels",
-    "fused_fp8_joined_kernels",
-    "fused_int8",
-    "torchao_fp8",
-    "torchao_int8",
-)
 # torchao's eager int8 takes seconds a step here.
 SLOW_STEPS = {("torchao_int8", 27280)}
 
 
-def _build(shape: Shape) -> nn.Module:
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda"):
-            model: nn.Module = model_class(shape.class_name)(**shape.config)
-    finally:
-        torch.set_default_dtype(default)
-    return model.eval().requires_grad_(False)
-
-
 def bench_model(shape: Shape, variants: Sequence[str]) -> Iterator[dict[str, object]]:
     """Yield a row for each variant of a model, mode and number of tokens."""
-    dense, inputs = _build(shape), shape.inputs("cuda")
+    dense, inputs = build_dense(shape, "cuda"), shape.inputs("cuda")
     outputs = {tokens: dense(**call)[0].clone() for tokens, call in inputs.items()}
     for variant in (name for name in variants if name not in shape.without):
         held = torch.cuda.memory_allocated() if variant != "dense" else 0
-        model = _variant(dense, shape, variant)
+        model = made_variant(dense, shape, VARIANTS[variant])
         for mode in ("eager", "compile"):
             try:
-                yield from _bench_mode(model, variant, mode, inputs, outputs, held)
+                yield from _bench_mode(model, shape, variant, mode, inputs, outputs, held)
             except RuntimeError as error:
                 yield {"variant": variant, "mode": mode, "failed": str(error)[:300]}
         for module in model.modules():
@@ -78,6 +48,7 @@ def bench_model(shape: Shape, variants: Sequence[str]) -> Iterator[dict[str, obj
 
 def _bench_mode(
     model: nn.Module,
+    shape: Shape,
     variant: str,
     mode: str,
     inputs: dict[int, Inputs],
@@ -95,35 +66,15 @@ def _bench_mode(
             row = {"variant": variant, "tokens": tokens, "mode": mode, "first_s": seconds}
             row |= _measure(model, call, outputs[tokens], tokens=tokens, held=held)
             # At many tokens the host is far ahead of an eager step: a graph of it is no faster.
-            if not variant.startswith("torchao") and (mode == "compile" or tokens < MANY_TOKENS):
+            if _can_be_captured(shape, variant) and (mode == "compile" or tokens < MANY_TOKENS):
                 row |= _measure_graph(model, call, tokens)
             yield row
 
 
-def _variant(dense: nn.Module, shape: Shape, variant: str) -> nn.Module:
-    if variant == "dense":
-        return dense
-    execution, scheme, *more = variant.split("_")
-    model = copy.deepcopy(dense)
-    names = quantise_matching(model, Scheme(scheme), FLOOR, shape.matches)
-    if execution == "fused":
-        for name in names:
-            linear = model.get_submodule(name)
-            assert isinstance(linear, nn.Linear)
-            FusedLinear.adopt(linear, name=name)
-    if "joined" in more:
-        _join(model, shape.family, names)
-    if "kernels" in more:
-        report = mount(model, shape.kernels)
-        assert not report.declined, report.declined
-    return model
-
-
-def _join(model: nn.Module, family: str, names: list[str]) -> None:
-    rules = load_rules()
-    for fusion in rules.families[family].fusions:
-        for parts in fusion_places(rules.file.fusions[fusion], names).values():
-            join_linears([model.get_submodule(part) for part in parts])  # type: ignore[misc]
+def _can_be_captured(shape: Shape, variant: str) -> bool:
+    """Tell whether a graph can hold a variant: not torchao's chain, nor an op that reads a mask."""
+    one = VARIANTS[variant]
+    return not one.is_torchao and not any(OPS[op].drops_mask for op in one.kernels(shape))
 
 
 def _first_call_s(model: nn.Module, call: Inputs) -> float:

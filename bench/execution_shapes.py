@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Inputs = dict[str, Tensor | bool]
+Inputs = dict[str, Tensor | list[Tensor] | bool]
 # Rows quantised where they are made, and no other fused kernel; and all that Wan has.
 PRODUCERS = ("gelu_fp8_linear",)
 WAN_KERNELS = (
@@ -33,7 +33,7 @@ class Shape(NamedTuple):
         inputs: arguments of the forward by tokens, on a device.
         image_tokens: by tokens: those of the image stream alone.
         matches: which Linears are quantised, by name.
-        kernels: the fusions of the variant ``kernels``.
+        kernels: the fusions of the variants ``kernels``.
         without: variants that are left out.
     """
 
@@ -47,16 +47,17 @@ class Shape(NamedTuple):
     without: tuple[str, ...] = ()
 
 
-def _noise(*shape: int, device: str) -> Tensor:
+def noise(*shape: int, device: str) -> Tensor:
+    """Return random values in bf16."""
     return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
 
 def _wan_inputs(device: str) -> dict[int, Inputs]:
     return {
         tokens: {
-            "hidden_states": _noise(1, 48, *size, device=device),
+            "hidden_states": noise(1, 48, *size, device=device),
             "timestep": torch.tensor([500.0], device=device),
-            "encoder_hidden_states": _noise(1, 512, 4096, device=device),
+            "encoder_hidden_states": noise(1, 512, 4096, device=device),
             "return_dict": False,
         }
         for tokens, size in {1120: (7, 20, 32), 27280: (31, 44, 80)}.items()
@@ -68,11 +69,11 @@ def _hunyuan_inputs(device: str) -> dict[int, Inputs]:
     mask[:, :40] = True
     return {
         27286: {
-            "hidden_states": _noise(1, 16, 17, 60, 106, device=device),
+            "hidden_states": noise(1, 16, 17, 60, 106, device=device),
             "timestep": torch.tensor([500.0], device=device),
-            "encoder_hidden_states": _noise(1, 256, 4096, device=device),
+            "encoder_hidden_states": noise(1, 256, 4096, device=device),
             "encoder_attention_mask": mask,
-            "pooled_projections": _noise(1, 768, device=device),
+            "pooled_projections": noise(1, 768, device=device),
             "guidance": torch.tensor([6000.0], device=device),
             "return_dict": False,
         }
@@ -96,6 +97,8 @@ SHAPES = {
         {1120: 1120, 27280: 27280},
         lambda name: name.startswith("blocks."),
         WAN_KERNELS,
+        # Its variants `kernels` have all that are planned.
+        without=("fused_fp8_all_kernels",),
     ),
     # HunyuanVideo, 4 dual and 8 single blocks, at 848x480x65 (27,030 + 256 tokens).
     "hunyuan": Shape(

@@ -131,10 +131,11 @@ def main() -> None:
     torch.manual_seed(0)
     rows = families[arguments.family](arguments.quick, arguments.repeats)
     results: dict[str, object] = {"family": arguments.family, "variants": rows}
-    write_json(arguments.json, envelope(**results, ops=_counts()))
+    write_json(arguments.json, envelope(**results, ops=counts_by_op()))
 
 
-def _counts() -> dict[str, object]:
+def counts_by_op() -> dict[str, object]:
+    """Return what each op did in this process: calls that ran its kernel, and declined ones."""
     from quantpolicy.kernels.contract import op_counts
 
     return {name: counts._asdict() for name, counts in op_counts().items()}

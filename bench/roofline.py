@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.execution_shapes import SHAPES, Shape
+from bench.execution_variants import VARIANTS
 from quantpolicy.errors import RequestError
 from quantpolicy.host import Host
 from quantpolicy.inventory.live import build_on_meta, inventory_from_module
 from quantpolicy.json_source import parse_json_object
 from quantpolicy.layers import LinearGroup, Verdict, group_linears
 from quantpolicy.measure.probe import probe_forward
-from quantpolicy.schemes import Cause, ComponentKind, Execution, Scheme
+from quantpolicy.schemes import Cause, ComponentKind, Execution
 from quantpolicy.step_time import Forward, Setting, predict_step, total_ms
 from quantpolicy.target import TargetComponent
 from quantpolicy.text import align
@@ -100,7 +101,7 @@ def compare(results: Mapping[str, object], host: Host) -> list[Comparison]:
         forwards = _forwards(shape) if rows else {}
         for row in rows:
             variant, mode, tokens = row["variant"], row["mode"], row["tokens"]
-            execution, scheme = _candidate(variant)
+            execution, scheme = VARIANTS[variant].execution, VARIANTS[variant].scheme
             setting = Setting(host, execution, mode == "compile")
             forward, names = forwards[tokens]
             verdicts = [_verdict(group, names) for group in forward.groups]
@@ -181,14 +182,7 @@ def _rows(results: Mapping[str, object], model: str) -> Iterator[Mapping[str, ob
 
 
 def _holds(row: Mapping[str, object]) -> bool:
-    return row["variant"].count("_") < 2 and not {"failed", "superseded"} & row.keys()
-
-
-def _candidate(variant: str) -> tuple[Execution, Scheme]:
-    if variant == "dense":
-        return Execution.TORCHAO, Scheme.DENSE
-    execution, scheme = variant.split("_")
-    return Execution(execution), Scheme(scheme)
+    return VARIANTS[row["variant"]].is_stock and not {"failed", "superseded"} & row.keys()
 
 
 def _forwards(shape: Shape) -> dict[int, tuple[Forward, frozenset[str]]]:
