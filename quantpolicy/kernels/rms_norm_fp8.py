@@ -22,6 +22,8 @@ from torch.nn import functional as F
 
 from quantpolicy.kernels.contract import define_fusion
 from quantpolicy.kernels.keyed_launch import keyed_launch
+from quantpolicy.kernels.launch import processors
+from quantpolicy.kernels.layer_norm_fp32 import _PROGRAMS, _STAGES, _tile
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.rotary import HALF_DTYPES
 from quantpolicy.kernels.row_quantise_fp8 import (
@@ -34,8 +36,7 @@ from quantpolicy.kernels.rows import row_scales_like
 from quantpolicy.kernels.token_rows import (
     FLOATS,
     full_vector,
-    row_warps,
-    split_columns,
+    is_by_token,
     vector_strides,
     why_not_rows,
     why_not_vector,
@@ -65,9 +66,7 @@ def rms_norm_rows(
 
 
 def _by_token(vector: Tensor, index: Tensor | None) -> Tensor:
-    if index is not None:
-        return vector.index_select(0, index).float()
-    return full_vector(vector, None)
+    return full_vector(vector if index is None else vector.index_select(0, index)[None], None)
 
 
 def rms_norm_fp8_reference(
@@ -84,8 +83,7 @@ def rms_norm_fp8_reference(
     return row_quantise_fp8_reference(rows, floor)
 
 
-def _fake(x: Tensor, *others: object) -> tuple[Tensor, Tensor]:
-    del others
+def _fake(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), row_scales_like(x)
 
 
@@ -107,8 +105,7 @@ def why_not_rms_norm_fp8(
     if weight is not None and (weight.shape != x.shape[-1:] or not weight.is_contiguous()):
         return "the norm weight is not a contiguous [D]"
     vectors = [vector for vector in (scale, shift) if vector is not None]
-    affine = vectors if weight is None else [weight, *vectors]
-    if any(vector.dtype not in FLOATS for vector in affine):
+    if any(v.dtype not in FLOATS for v in (weight, scale, shift) if v is not None):
         return "a vector is not bfloat16, float16 or float32"
     if index is None:
         return why_not_vector(x, *vectors)
@@ -116,10 +113,9 @@ def why_not_rms_norm_fp8(
 
 
 def _why_not_tables(x: Tensor, index: Tensor, tables: list[Tensor]) -> str:
-    if index.dtype not in (torch.int32, torch.int64):
-        return "the index is not int32 or int64"
-    if index.shape != x.shape[1:2] or not index.is_contiguous():
-        return "the index is not a contiguous [S]"
+    is_integer = index.dtype in (torch.int32, torch.int64)
+    if not is_integer or index.shape != x.shape[1:2] or not index.is_contiguous():
+        return "the index is not a contiguous [S] of int32 or int64"
     if any(table.dim() != 2 or table.shape[1:] != x.shape[-1:] for table in tables):
         return "a table of vectors is not [R, D]"
     if any(table.stride(-1) != 1 for table in tables):
@@ -135,38 +131,51 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from quantpolicy.kernels.row_math import (
-        fp8_codes,
-        fp8_scale,
-        larger,
-        rounded_pairs,
-        row_amax,
-    )
+    from quantpolicy.kernels.layer_norm_fp32 import _store_codes
     from quantpolicy.kernels.token_rows import load_fp32
 
     @triton.jit
-    def _modulated(
-        normed,
+    def _modulation(
         weight,
         scale,
         shift,
-        cols,
-        DTYPE: tl.constexpr,
         D: tl.constexpr,
-        M: tl.constexpr,
+        TILE: tl.constexpr,
+        TILES: tl.constexpr,
         WEIGHTED: tl.constexpr,
         SCALED: tl.constexpr,
         SHIFTED: tl.constexpr,
     ):
-        if WEIGHTED:
-            normed = normed * load_fp32(weight, cols, D, M)
-        if SCALED:
-            normed = normed * load_fp32(scale, cols, D, M)
-        if SHIFTED:
-            normed = normed + load_fp32(shift, cols, D, M)
-        return rounded_pairs(normed, DTYPE)
+        """Return factors and offsets of all parts of a row."""
+        factors: tl.tuple = ()
+        offsets: tl.tuple = ()
+        for i in tl.static_range(TILES):
+            cols = i * TILE + tl.arange(0, TILE)
+            factor = tl.full((TILE,), 1.0, tl.float32)
+            offset = tl.zeros((TILE,), tl.float32)
+            if WEIGHTED:
+                factor = load_fp32(weight, cols, D, (i + 1) * TILE > D)
+            if SCALED:
+                factor *= load_fp32(scale, cols, D, (i + 1) * TILE > D)
+            if SHIFTED:
+                offset = load_fp32(shift, cols, D, (i + 1) * TILE > D)
+            factors += (factor,)
+            offsets += (offset,)
+        return factors, offsets
 
-    @triton.jit(do_not_specialize=["tokens"])
+    @triton.jit
+    def _read(row, eps, D: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr):
+        """Return the parts of a row and what norms them; parts are added up before threads are."""
+        parts: tl.tuple = ()
+        squares = tl.zeros((TILE,), tl.float32)
+        for i in tl.static_range(TILES):
+            x = load_fp32(row, i * TILE + tl.arange(0, TILE), D, (i + 1) * TILE > D)
+            parts += (x,)
+            squares = x * x if i == 0 else squares + x * x
+        rstd = tl.rsqrt(tl.sum(squares, axis=0) / D + tl.cast(eps, tl.float32))
+        return parts, rstd
+
+    @triton.jit(do_not_specialize=["tokens", "programs"])
     def _rms_norm_fp8_kernel(
         x_ptr,
         weight_ptr,
@@ -176,6 +185,7 @@ if HAS_TRITON:
         codes_ptr,
         row_scale_ptr,
         tokens,
+        programs,
         x_b,
         x_s,
         scale_b,
@@ -185,58 +195,42 @@ if HAS_TRITON:
         eps,
         floor,
         D: tl.constexpr,
-        BLOCK_A: tl.constexpr,
-        BLOCK_B: tl.constexpr,
+        TILE: tl.constexpr,
+        TILES: tl.constexpr,
         WEIGHTED: tl.constexpr,
         SCALED: tl.constexpr,
         SHIFTED: tl.constexpr,
         INDEXED: tl.constexpr,
+        BY_TOKEN: tl.constexpr,
         EXACT_DIVISION: tl.constexpr,
+        STAGES: tl.constexpr,
     ):
-        token = tl.program_id(0).to(tl.int64)
+        first = tl.program_id(0)
         batch = tl.program_id(1).to(tl.int64)
-        x_row = x_ptr + batch * x_b + token * x_s
-        entry = token
-        if INDEXED:
-            entry = tl.load(index_ptr + token).to(tl.int64)
-        scale = scale_ptr + batch * scale_b + entry * scale_s
-        shift = shift_ptr + batch * shift_b + entry * shift_s
-        row = batch * tokens + token
-        codes = codes_ptr + row * D
+        scale = scale_ptr + batch * scale_b
+        shift = shift_ptr + batch * shift_b
         dtype: tl.constexpr = x_ptr.dtype.element_ty
-        masked: tl.constexpr = D < BLOCK_A + BLOCK_B
-        cols_a = tl.arange(0, BLOCK_A)[None, :]
-        a = load_fp32(x_row, cols_a, D, False)
-        squares = tl.sum(a * a, axis=1)
-        if BLOCK_B > 0:
-            cols_b = BLOCK_A + tl.arange(0, BLOCK_B)[None, :]
-            b = load_fp32(x_row, cols_b, D, masked)
-            squares += tl.sum(b * b, axis=1)
-        rstd = tl.rsqrt(squares[:, None] / D + tl.cast(eps, tl.float32))
-        a = _modulated(
-            a * rstd, weight_ptr, scale, shift, cols_a, dtype, D, False, WEIGHTED, SCALED, SHIFTED
-        )
-        amax = row_amax(a)
-        if BLOCK_B > 0:
-            b = _modulated(
-                b * rstd,
-                weight_ptr,
-                scale,
-                shift,
-                cols_b,
-                dtype,
-                D,
-                masked,
-                WEIGHTED,
-                SCALED,
-                SHIFTED,
+        if not BY_TOKEN:
+            factors, offsets = _modulation(
+                weight_ptr, scale, shift, D, TILE, TILES, WEIGHTED, SCALED, SHIFTED
             )
-            amax = larger(amax, row_amax(b))
-        row_scale = fp8_scale(amax, floor, dtype)[:, None]
-        tl.store(row_scale_ptr + row + tl.zeros((1, 1), dtype=tl.int32), row_scale)
-        tl.store(codes + cols_a, fp8_codes(a, row_scale, EXACT_DIVISION))
-        if BLOCK_B > 0:
-            tl.store(codes + cols_b, fp8_codes(b, row_scale, EXACT_DIVISION), mask=cols_b < D)
+        for turn in tl.range(0, tl.cdiv(tokens - first, programs), num_stages=STAGES):
+            token = first.to(tl.int64) + turn * programs
+            row = batch * tokens + token
+            if BY_TOKEN:
+                entry = token
+                if INDEXED:
+                    entry = tl.load(index_ptr + token).to(tl.int64)
+                scale_at, shift_at = scale + entry * scale_s, shift + entry * shift_s
+                factors, offsets = _modulation(
+                    weight_ptr, scale_at, shift_at, D, TILE, TILES, WEIGHTED, SCALED, SHIFTED
+                )
+            parts, rstd = _read(x_ptr + batch * x_b + token * x_s, eps, D, TILE, TILES)
+            results: tl.tuple = ()
+            for i in tl.static_range(TILES):
+                results += (parts[i] * rstd * factors[i] + offsets[i],)
+            codes, at = codes_ptr + row * D, row_scale_ptr + row
+            _store_codes(codes, at, results, floor, dtype, D, TILE, TILES, EXACT_DIVISION)
 
 
 def launch_rms_norm_fp8(
@@ -248,21 +242,25 @@ def launch_rms_norm_fp8(
     eps: float,
     floor: float,
 ) -> tuple[Tensor, Tensor]:
-    """Run the Triton kernel, one program a token and batch row."""
-    codes, row_scale = _fake(x)
+    """Run the Triton kernel; its programs take rows as those of ``layer_norm_fp32`` do."""
+    codes, row_scale = results = _fake(x)
     if codes.numel() == 0:
-        return codes, row_scale
+        return results
     batch, tokens, columns = x.shape
+    warps, tile = _tile(int(columns))
     given = (weight, scale, shift, index)
+    by_token = index is not None or is_by_token(scale) or is_by_token(shift)
+    programs = tokens if by_token else min(tokens, _PROGRAMS * processors(x.device))
     keyed_launch(
         _rms_norm_fp8_kernel,
-        (tokens, batch),
+        (programs, batch),
         (
             x,
             *(x if each is None else each for each in given),
             codes,
             row_scale,
             tokens,
+            programs,
             x.stride(0),
             x.stride(1),
             *_strides(scale, index),
@@ -270,22 +268,24 @@ def launch_rms_norm_fp8(
             eps,
             rounded_floor(floor, x.dtype),
             columns,
-            *split_columns(columns),
+            tile,
+            -(-int(columns) // tile),
             *(each is not None for each in given),
+            by_token,
             needs_exact_division(floor),
+            1 if by_token else _STAGES,
         ),
-        free=(7,),
-        num_warps=row_warps(columns),
+        free=(7, 8),
+        num_warps=warps,
         enable_fp_fusion=True,
     )
-    return codes, row_scale
+    return results
 
 
 def _strides(vector: Tensor | None, index: Tensor | None) -> tuple[int, int]:
-    """Return the strides of batch and of token, or of the table's rows."""
-    if vector is None:
-        return 0, 0
-    return vector_strides(vector) if index is None else (0, vector.stride(0))
+    if index is None:
+        return (0, 0) if vector is None else vector_strides(vector)
+    return 0, 0 if vector is None else vector.stride(0)
 
 
 rms_norm_fp8: Callable[..., tuple[Tensor, Tensor]] = define_fusion(  # type: ignore[assignment]

@@ -195,7 +195,7 @@ def test_rows_with_fp32_modulation(columns):
 
 
 @interpreted
-@pytest.mark.parametrize("columns", [96, 3])
+@pytest.mark.parametrize("columns", [600, 96, 33])
 def test_rms_norm_fp8(columns):
     from quantpolicy.kernels.rms_norm_fp8 import (
         launch_rms_norm_fp8,
@@ -229,8 +229,7 @@ def test_rms_norm_fp8(columns):
         # The interpreter's casts to fp8 are not the GPU's.
         values, expected_values = codes.float(), expected.float()
         assert float((values != expected_values).float().mean()) < 0.1
-        if columns > 3:
-            assert float((values[:, 1:] != expected_values[:, :-1]).float().mean()) > 0.5
+        assert float((values[:, 1:] != expected_values[:, :-1]).float().mean()) > 0.5
 
 
 @interpreted

@@ -239,7 +239,7 @@ def test_rms_norm_fp8_says_why_not():
         ((x, vector, x, None, index), "is not [R, D]"),
         ((x, vector, None, table[:, :9], index), "is not [R, D]"),
         ((x, vector, noise(64, 6).t(), None, index), "table's channels are not contiguous"),
-        ((x, vector, table, None, index.float()), "not int32 or int64"),
+        ((x, vector, table, None, index.float()), "of int32 or int64"),
         ((x, vector, table, None, index[1:]), "not a contiguous [S]"),
         ((x, vector, table, None, index.expand(2, 5)), "not a contiguous [S]"),
         ((x, vector, table, None, index.repeat(2)[::2]), "not a contiguous [S]"),
