@@ -18,12 +18,13 @@ from quantpolicy.kernels.fp8_linear import multiply_rows
 from quantpolicy.kernels.keyed_launch import keyed_launch
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.rotary import HALF_DTYPES
-from quantpolicy.kernels.row_launch import REGISTER_COLUMNS, row_warps, split_columns
+from quantpolicy.kernels.row_launch import REGISTER_COLUMNS
 from quantpolicy.kernels.row_quantise_fp8 import (
     needs_exact_division,
     rounded_floor,
     why_no_e4m3,
 )
+from quantpolicy.kernels.row_tiles import tiles_for
 
 Codes = tuple[Tensor, Tensor]
 # Weight, its scales, and the bias.
@@ -79,12 +80,14 @@ def launch_codes(
 
     Args:
         kernel: takes the inputs and the head, codes and scales, the floor, the row strides of
-            inputs and head, and H, H + N, two block sizes and whether it must divide exactly.
+            inputs and head, and H, H + N, columns and number of tiles and whether it must divide
+            exactly.
     """
     x = inputs[0]
     width = 0 if head is None else head.shape[-1]
     columns = width + x.shape[-1]
     rows = x.numel() // x.shape[-1]
+    tiles = tiles_for(columns)
     codes = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     keyed_launch(
@@ -100,10 +103,11 @@ def launch_codes(
             0 if head is None else head.stride(1),
             width,
             columns,
-            *split_columns(columns),
+            tiles.columns,
+            tiles.number,
             needs_exact_division(floor),
         ),
-        num_warps=row_warps(columns),
+        num_warps=tiles.warps,
         enable_fp_fusion=True,
     )
     return codes, scale
@@ -120,35 +124,33 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from quantpolicy.kernels.row_math import fp8_codes, fp8_scale
+    from quantpolicy.kernels.token_rows import load_fp32
 
     @triton.jit
-    def with_head(y, head_row, cols, N: tl.constexpr):
-        """Return part of a row, [1, BLOCK] fp32, with the head in its first N columns."""
-        if N > 0:
-            head = tl.load(head_row + cols, mask=cols < N, other=0.0).to(tl.float32)
+    def is_head(i, TILE: tl.constexpr, N: tl.constexpr):
+        """Return whether a tile lies in the N columns of the head."""
+        return (i + 1) * TILE <= N
+
+    @triton.jit
+    def load_head(row, i, TILE: tl.constexpr):
+        """Load a tile that lies in the head, as fp32."""
+        return load_fp32(row, i * TILE + tl.arange(0, TILE), 0, False)
+
+    @triton.jit
+    def load_input(row, i, TILE: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+        """Load a tile of an input behind the head as fp32, zero where there is none."""
+        cols = i * TILE + tl.arange(0, TILE)
+        if i * TILE < N or (i + 1) * TILE > K:
+            x = tl.load(row + cols - N, mask=(cols >= N) & (cols < K), other=0.0)
+        else:
+            x = tl.load(row + cols - N)
+        return x.to(tl.float32)
+
+    @triton.jit
+    def with_head(y, row, i, TILE: tl.constexpr, N: tl.constexpr):
+        """Return an activated tile with the end of the head in it."""
+        cols = i * TILE + tl.arange(0, TILE)
+        if i * TILE < N:
+            head = tl.load(row + cols, mask=cols < N, other=0.0).to(tl.float32)
             y = tl.where(cols < N, head, y)
         return y
-
-    @triton.jit
-    def store_row(
-        q_row,
-        scale_at,
-        a,
-        b,
-        amax,
-        floor,
-        DTYPE: tl.constexpr,
-        K: tl.constexpr,
-        BLOCK_A: tl.constexpr,
-        BLOCK_B: tl.constexpr,
-        EXACT_DIVISION: tl.constexpr,
-    ):
-        """Store codes and scale of a row that lies in two parts, of which ``b`` may be none."""
-        scale = fp8_scale(amax, floor, DTYPE)[:, None]
-        tl.store(scale_at + tl.zeros((1, 1), dtype=tl.int32), scale)
-        cols_a = tl.arange(0, BLOCK_A)[None, :]
-        tl.store(q_row + cols_a, fp8_codes(a, scale, EXACT_DIVISION))
-        if BLOCK_B > 0:
-            cols_b = BLOCK_A + tl.arange(0, BLOCK_B)[None, :]
-            tl.store(q_row + cols_b, fp8_codes(b, scale, EXACT_DIVISION), mask=cols_b < K)

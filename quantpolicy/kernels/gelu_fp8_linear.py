@@ -53,18 +53,9 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from quantpolicy.kernels.activated_rows import store_row, with_head
-    from quantpolicy.kernels.row_math import larger, rounded_pairs, row_amax, sigmoid
-
-    @triton.jit
-    def _activated(x_row, head_row, cols, N: tl.constexpr, K: tl.constexpr):
-        """Load part of a row, [1, BLOCK], as fp32: the head as it is, the rest activated."""
-        dtype: tl.constexpr = x_row.dtype.element_ty
-        x = tl.load(x_row + cols - N, mask=(cols >= N) & (cols < K), other=0.0).to(tl.float32)
-        # 2 sqrt(2 / pi) x (1 + 0.044715 x^2)
-        inner = x * (1.5957691216057308 + 0.07135481627260025 * x * x)
-        y = rounded_pairs(x * sigmoid(inner), dtype)
-        return with_head(y, head_row, cols, N)
+    from quantpolicy.kernels.activated_rows import is_head, load_head, load_input, with_head
+    from quantpolicy.kernels.row_math import rounded_pairs, sigmoid
+    from quantpolicy.kernels.row_tiles import store_codes
 
     @triton.jit
     def _gelu_quantise_kernel(
@@ -77,22 +68,26 @@ if HAS_TRITON:
         head_stride,
         N: tl.constexpr,
         K: tl.constexpr,
-        BLOCK_A: tl.constexpr,
-        BLOCK_B: tl.constexpr,
+        TILE: tl.constexpr,
+        TILES: tl.constexpr,
         EXACT_DIVISION: tl.constexpr,
     ):
         row = tl.program_id(0).to(tl.int64)
         x_row = x_ptr + row * x_stride
         head_row = head_ptr + row * head_stride
         dtype: tl.constexpr = x_ptr.dtype.element_ty
-        a = _activated(x_row, head_row, tl.arange(0, BLOCK_A)[None, :], N, K)
-        b = a
-        amax = row_amax(a)
-        if BLOCK_B > 0:
-            b = _activated(x_row, head_row, BLOCK_A + tl.arange(0, BLOCK_B)[None, :], N, K)
-            amax = larger(amax, row_amax(b))
-        q_row, scale_at = q_ptr + row * K, scale_ptr + row
-        store_row(q_row, scale_at, a, b, amax, floor, dtype, K, BLOCK_A, BLOCK_B, EXACT_DIVISION)
+        tiles: tl.tuple = ()
+        for i in tl.static_range(TILES):
+            if is_head(i, TILE, N):
+                tiles += (load_head(head_row, i, TILE),)
+            else:
+                x = load_input(x_row, i, TILE, N, K)
+                # 2 sqrt(2 / pi) x (1 + 0.044715 x^2)
+                inner = x * (1.5957691216057308 + 0.07135481627260025 * x * x)
+                y = rounded_pairs(x * sigmoid(inner), dtype)
+                tiles += (with_head(y, head_row, i, TILE, N),)
+        out, at = q_ptr + row * K, scale_ptr + row
+        store_codes(out, at, tiles, floor, dtype, K, TILE, TILES, EXACT_DIVISION)
 
 
 @remembered

@@ -19,6 +19,7 @@ from quantpolicy.kernels.keyed_launch import keyed_launch
 from quantpolicy.kernels.launch import processors
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.rotary import HALF_DTYPES
+from quantpolicy.kernels.row_tiles import tiles_for
 from quantpolicy.kernels.token_rows import (
     FLOATS,
     full_vector,
@@ -91,22 +92,14 @@ def why_not_layer_norm(
 # Where all rows of a sample share their vectors: programs a multiprocessor, rows that one has on
 # their way while it computes another, and values that a thread holds of each vector at most.
 _PROGRAMS, _STAGES, _HELD = 4, 3, 80
-_MAX_WARPS = 16
-
-
-def _tile(columns: int) -> tuple[int, int]:
-    """Return warps, and columns that they load at once: eight values, 16 bytes, a thread."""
-    warps = 1
-    while warps < _MAX_WARPS and warps * 32 * _HELD < columns:
-        warps *= 2
-    return warps, warps * 32 * 8
 
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from quantpolicy.kernels.row_math import fp8_codes, fp8_scale, larger, rounded_pairs
+    from quantpolicy.kernels.row_math import rounded_pairs
+    from quantpolicy.kernels.row_tiles import store_codes
     from quantpolicy.kernels.token_rows import load_fp32, load_vector, store_row
 
     @triton.jit
@@ -178,30 +171,6 @@ if HAS_TRITON:
             normed += (centred[i] * rstd,)
         return normed
 
-    @triton.jit
-    def _store_codes(
-        out,
-        scale_at,
-        parts,
-        floor,
-        DTYPE: tl.constexpr,
-        D: tl.constexpr,
-        TILE: tl.constexpr,
-        TILES: tl.constexpr,
-        EXACT_DIVISION: tl.constexpr,
-    ):
-        rows: tl.tuple = ()
-        magnitudes = tl.zeros((TILE,), tl.float32)
-        for i in tl.static_range(TILES):
-            y = rounded_pairs(parts[i], DTYPE)
-            rows += (y,)
-            magnitudes = tl.abs(y) if i == 0 else larger(magnitudes, tl.abs(y))
-        scale = fp8_scale(tl.reduce(magnitudes, 0, larger), floor, DTYPE)
-        tl.store(scale_at, scale)
-        for i in tl.static_range(TILES):
-            codes = fp8_codes(rows[i], scale, EXACT_DIVISION)
-            store_row(out, i * TILE + tl.arange(0, TILE), codes, D, (i + 1) * TILE > D)
-
     @triton.jit(do_not_specialize=["tokens", "programs"])
     def _layer_norm_fp32_kernel(
         x_ptr,
@@ -257,17 +226,17 @@ if HAS_TRITON:
                 )
                 factors, offsets = _transforms(vectors, D, TILE, TILES, AFFINE, MODULATED, TABLES)
             normed = _normed(x_ptr + batch * x_b + token * x_s, eps, D, TILE, TILES)
-            results: tl.tuple = ()
-            for i in tl.static_range(TILES):
-                results += (normed[i] * factors[i] + offsets[i],)
             if QUANTISED:
                 dtype: tl.constexpr = x_ptr.dtype.element_ty
+                results: tl.tuple = ()
+                for i in tl.static_range(TILES):
+                    results += (rounded_pairs(normed[i] * factors[i] + offsets[i], dtype),)
                 at = row_scale_ptr + row
-                _store_codes(out, at, results, floor, dtype, D, TILE, TILES, EXACT_DIVISION)
+                store_codes(out, at, results, floor, dtype, D, TILE, TILES, EXACT_DIVISION)
             else:
                 for i in tl.static_range(TILES):
-                    cols = i * TILE + tl.arange(0, TILE)
-                    store_row(out, cols, results[i], D, (i + 1) * TILE > D)
+                    y = normed[i] * factors[i] + offsets[i]
+                    store_row(out, i * TILE + tl.arange(0, TILE), y, D, (i + 1) * TILE > D)
 
 
 def norm_rows(
@@ -297,7 +266,7 @@ def norm_rows(
     if out.numel() == 0:
         return
     batch, tokens, columns = x.shape
-    warps, tile = _tile(int(columns))
+    tiles = tiles_for(columns, _HELD)
     by_token = is_by_token(scale) or is_by_token(shift)
     programs = tokens if by_token else min(tokens, _PROGRAMS * processors(x.device))
     scale_strides = (0, 0) if scale is None else vector_strides(scale)
@@ -324,8 +293,8 @@ def norm_rows(
             eps,
             floor,
             columns,
-            tile,
-            -(-int(columns) // tile),
+            tiles.columns,
+            tiles.number,
             weight is not None,
             scale is not None,
             scale_table is not None,
@@ -335,7 +304,7 @@ def norm_rows(
             1 if by_token else _STAGES,
         ),
         free=(9, 10),
-        num_warps=warps,
+        num_warps=tiles.warps,
         enable_fp_fusion=True,
     )
 

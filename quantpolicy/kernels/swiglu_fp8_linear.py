@@ -55,18 +55,9 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from quantpolicy.kernels.activated_rows import store_row, with_head
-    from quantpolicy.kernels.row_math import larger, rounded_pairs, row_amax, sigmoid
-
-    @triton.jit
-    def _gated(value_row, gate_row, head_row, cols, N: tl.constexpr, K: tl.constexpr):
-        """Load part of a row, [1, BLOCK], as fp32: the head as it is, the rest gated."""
-        dtype: tl.constexpr = value_row.dtype.element_ty
-        mask = (cols >= N) & (cols < K)
-        gate = tl.load(gate_row + cols - N, mask=mask, other=0.0).to(tl.float32)
-        value = tl.load(value_row + cols - N, mask=mask, other=0.0).to(tl.float32)
-        y = rounded_pairs(value * rounded_pairs(gate * sigmoid(gate), dtype), dtype)
-        return with_head(y, head_row, cols, N)
+    from quantpolicy.kernels.activated_rows import is_head, load_head, load_input, with_head
+    from quantpolicy.kernels.row_math import rounded_pairs, sigmoid
+    from quantpolicy.kernels.row_tiles import store_codes
 
     @triton.jit
     def _swiglu_quantise_kernel(
@@ -81,8 +72,8 @@ if HAS_TRITON:
         head_stride,
         N: tl.constexpr,
         K: tl.constexpr,
-        BLOCK_A: tl.constexpr,
-        BLOCK_B: tl.constexpr,
+        TILE: tl.constexpr,
+        TILES: tl.constexpr,
         EXACT_DIVISION: tl.constexpr,
     ):
         row = tl.program_id(0).to(tl.int64)
@@ -90,15 +81,18 @@ if HAS_TRITON:
         gate_row = gate_ptr + row * gate_stride
         head_row = head_ptr + row * head_stride
         dtype: tl.constexpr = value_ptr.dtype.element_ty
-        a = _gated(value_row, gate_row, head_row, tl.arange(0, BLOCK_A)[None, :], N, K)
-        b = a
-        amax = row_amax(a)
-        if BLOCK_B > 0:
-            cols = BLOCK_A + tl.arange(0, BLOCK_B)[None, :]
-            b = _gated(value_row, gate_row, head_row, cols, N, K)
-            amax = larger(amax, row_amax(b))
-        q_row, scale_at = q_ptr + row * K, scale_ptr + row
-        store_row(q_row, scale_at, a, b, amax, floor, dtype, K, BLOCK_A, BLOCK_B, EXACT_DIVISION)
+        tiles: tl.tuple = ()
+        for i in tl.static_range(TILES):
+            if is_head(i, TILE, N):
+                tiles += (load_head(head_row, i, TILE),)
+            else:
+                gate = load_input(gate_row, i, TILE, N, K)
+                value = load_input(value_row, i, TILE, N, K)
+                silu = rounded_pairs(gate * sigmoid(gate), dtype)
+                y = rounded_pairs(value * silu, dtype)
+                tiles += (with_head(y, head_row, i, TILE, N),)
+        out, at = q_ptr + row * K, scale_ptr + row
+        store_codes(out, at, tiles, floor, dtype, K, TILE, TILES, EXACT_DIVISION)
 
 
 @remembered

@@ -1,0 +1,67 @@
+"""Rows that a program holds as tiles: equal parts, of which every thread has eight values each.
+
+What is summed over a row is summed over its tiles first, so that threads meet once for each sum.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from quantpolicy.kernels.registry import HAS_TRITON
+
+# Values of a row that a thread holds at most, where it holds nothing else.
+ROW_VALUES = 128
+_MAX_WARPS = 16
+_VALUES = 8
+
+
+class Tiles(NamedTuple):
+    """How a program holds a row.
+
+    Args:
+        columns: of a tile; eight values, 16 bytes of half precision, a thread.
+        number: tiles that cover the row; the last one may reach beyond it.
+    """
+
+    warps: int
+    columns: int
+    number: int
+
+
+def tiles_for(columns: int, values: int = ROW_VALUES) -> Tiles:
+    """Return the tiles of a row, of which a thread holds ``values`` at most if warps allow it."""
+    warps = 1
+    while warps < _MAX_WARPS and warps * 32 * values < columns:
+        warps *= 2
+    tile = warps * 32 * _VALUES
+    return Tiles(warps, tile, -(-columns // tile))
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from quantpolicy.kernels.row_math import fp8_codes, fp8_scale, larger
+    from quantpolicy.kernels.token_rows import store_row
+
+    @triton.jit
+    def store_codes(
+        out,
+        scale_at,
+        tiles,
+        floor,
+        DTYPE: tl.constexpr,
+        D: tl.constexpr,
+        TILE: tl.constexpr,
+        TILES: tl.constexpr,
+        EXACT_DIVISION: tl.constexpr,
+    ):
+        """Store the e4m3 codes and the scale of a row whose values are rounded to its dtype."""
+        magnitudes = tl.abs(tiles[0])
+        for i in tl.static_range(1, TILES):
+            magnitudes = larger(magnitudes, tl.abs(tiles[i]))
+        scale = fp8_scale(tl.reduce(magnitudes, 0, larger), floor, DTYPE)
+        tl.store(scale_at, scale)
+        for i in tl.static_range(TILES):
+            codes = fp8_codes(tiles[i], scale, EXACT_DIVISION)
+            store_row(out, i * TILE + tl.arange(0, TILE), codes, D, (i + 1) * TILE > D)
