@@ -16,10 +16,9 @@ from torch.nn import functional as F
 
 from quantpolicy.kernels.contract import define_fusion
 from quantpolicy.kernels.keyed_launch import keyed_launch
-from quantpolicy.kernels.launch import processors
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.rotary import HALF_DTYPES
-from quantpolicy.kernels.row_tiles import tiles_for
+from quantpolicy.kernels.row_tiles import MODULATED_VALUES, tiles_for, turns_for
 from quantpolicy.kernels.token_rows import (
     FLOATS,
     full_vector,
@@ -87,11 +86,6 @@ def why_not_layer_norm(
     if (scale_table is None) != (shift_table is None):
         return "a table for the scale comes without one for the shift"
     return why_not_vector(x, *modulation) or why_not_table(x, scale_table, shift_table)
-
-
-# Where all rows of a sample share their vectors: programs a multiprocessor, rows that one has on
-# their way while it computes another, and values that a thread holds of each vector at most.
-_PROGRAMS, _STAGES, _HELD = 4, 3, 80
 
 
 if HAS_TRITON:
@@ -256,9 +250,6 @@ def norm_rows(
 ) -> None:
     """Run the Triton kernel, with rows or with codes as result.
 
-    A program takes rows in turn and keeps the vectors that they share in registers: read anew for
-    every row they cost more than the rows. Where each row has vectors of its own it takes one.
-
     Args:
         out: contiguous, of the shape of x: rows, or e4m3 codes when there is a ``row_scale``.
         row_scale: one fp32 value a row.
@@ -266,14 +257,14 @@ def norm_rows(
     if out.numel() == 0:
         return
     batch, tokens, columns = x.shape
-    tiles = tiles_for(columns, _HELD)
+    tiles = tiles_for(columns, MODULATED_VALUES)
     by_token = is_by_token(scale) or is_by_token(shift)
-    programs = tokens if by_token else min(tokens, _PROGRAMS * processors(x.device))
+    turns = turns_for(tokens, x.device, by_token=by_token)
     scale_strides = (0, 0) if scale is None else vector_strides(scale)
     shift_strides = (0, 0) if shift is None else vector_strides(shift)
     keyed_launch(
         _layer_norm_fp32_kernel,
-        (programs, batch),
+        (turns.programs, batch),
         (
             x,
             x if weight is None else weight,
@@ -285,7 +276,7 @@ def norm_rows(
             out,
             x if row_scale is None else row_scale,
             tokens,
-            programs,
+            turns.programs,
             x.stride(0),
             x.stride(1),
             *scale_strides,
@@ -301,7 +292,7 @@ def norm_rows(
             by_token,
             row_scale is not None,
             exact_division,
-            1 if by_token else _STAGES,
+            turns.stages,
         ),
         free=(9, 10),
         num_warps=tiles.warps,

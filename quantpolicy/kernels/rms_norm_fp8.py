@@ -22,8 +22,6 @@ from torch.nn import functional as F
 
 from quantpolicy.kernels.contract import define_fusion
 from quantpolicy.kernels.keyed_launch import keyed_launch
-from quantpolicy.kernels.launch import processors
-from quantpolicy.kernels.layer_norm_fp32 import _PROGRAMS, _STAGES, _tile
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.rotary import HALF_DTYPES
 from quantpolicy.kernels.row_quantise_fp8 import (
@@ -32,6 +30,7 @@ from quantpolicy.kernels.row_quantise_fp8 import (
     row_quantise_fp8_reference,
     why_no_e4m3,
 )
+from quantpolicy.kernels.row_tiles import MODULATED_VALUES, tiles_for, turns_for
 from quantpolicy.kernels.rows import row_scales_like
 from quantpolicy.kernels.token_rows import (
     FLOATS,
@@ -131,7 +130,8 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from quantpolicy.kernels.layer_norm_fp32 import _store_codes
+    from quantpolicy.kernels.row_math import rounded_pairs
+    from quantpolicy.kernels.row_tiles import store_codes
     from quantpolicy.kernels.token_rows import load_fp32
 
     @triton.jit
@@ -228,9 +228,9 @@ if HAS_TRITON:
             parts, rstd = _read(x_ptr + batch * x_b + token * x_s, eps, D, TILE, TILES)
             results: tl.tuple = ()
             for i in tl.static_range(TILES):
-                results += (parts[i] * rstd * factors[i] + offsets[i],)
+                results += (rounded_pairs(parts[i] * rstd * factors[i] + offsets[i], dtype),)
             codes, at = codes_ptr + row * D, row_scale_ptr + row
-            _store_codes(codes, at, results, floor, dtype, D, TILE, TILES, EXACT_DIVISION)
+            store_codes(codes, at, results, floor, dtype, D, TILE, TILES, EXACT_DIVISION)
 
 
 def launch_rms_norm_fp8(
@@ -242,25 +242,25 @@ def launch_rms_norm_fp8(
     eps: float,
     floor: float,
 ) -> tuple[Tensor, Tensor]:
-    """Run the Triton kernel; its programs take rows as those of ``layer_norm_fp32`` do."""
+    """Run the Triton kernel: codes [B, S, D] and scales [B, S, 1]."""
     codes, row_scale = results = _fake(x)
     if codes.numel() == 0:
         return results
     batch, tokens, columns = x.shape
-    warps, tile = _tile(int(columns))
+    tiles = tiles_for(columns, MODULATED_VALUES)
     given = (weight, scale, shift, index)
     by_token = index is not None or is_by_token(scale) or is_by_token(shift)
-    programs = tokens if by_token else min(tokens, _PROGRAMS * processors(x.device))
+    turns = turns_for(tokens, x.device, by_token=by_token)
     keyed_launch(
         _rms_norm_fp8_kernel,
-        (programs, batch),
+        (turns.programs, batch),
         (
             x,
             *(x if each is None else each for each in given),
             codes,
             row_scale,
             tokens,
-            programs,
+            turns.programs,
             x.stride(0),
             x.stride(1),
             *_strides(scale, index),
@@ -268,15 +268,15 @@ def launch_rms_norm_fp8(
             eps,
             rounded_floor(floor, x.dtype),
             columns,
-            tile,
-            -(-int(columns) // tile),
+            tiles.columns,
+            tiles.number,
             *(each is not None for each in given),
             by_token,
             needs_exact_division(floor),
-            1 if by_token else _STAGES,
+            turns.stages,
         ),
         free=(7, 8),
-        num_warps=warps,
+        num_warps=tiles.warps,
         enable_fp_fusion=True,
     )
     return results

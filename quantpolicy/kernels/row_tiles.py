@@ -7,10 +7,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
+from quantpolicy.kernels.launch import processors
 from quantpolicy.kernels.registry import HAS_TRITON
 
-# Values of a row that a thread holds at most, where it holds nothing else.
-ROW_VALUES = 128
+# Values of a row that a thread holds at most: where it holds nothing else, and where it holds two
+# vectors of as many.
+ROW_VALUES, MODULATED_VALUES = 128, 80
+# Where all rows of a sample share their vectors: programs a multiprocessor, and rows that one has
+# on their way while it computes another.
+_PROGRAMS, _STAGES = 4, 3
 _MAX_WARPS = 16
 _VALUES = 8
 
@@ -35,6 +42,29 @@ def tiles_for(columns: int, values: int = ROW_VALUES) -> Tiles:
         warps *= 2
     tile = warps * 32 * _VALUES
     return Tiles(warps, tile, -(-columns // tile))
+
+
+class Turns(NamedTuple):
+    """How programs share the rows of a sample.
+
+    Args:
+        programs: of a sample, each of which takes one in ``programs`` rows.
+        stages: rows that a program has on their way, the one that it computes included.
+    """
+
+    programs: int
+    stages: int
+
+
+def turns_for(tokens: int, device: torch.device, *, by_token: bool) -> Turns:
+    """Return the turns in which rows are modulated.
+
+    Vectors that all rows share stay in registers from row to row: read anew for each they cost
+    more than the rows. Where each row has vectors of its own a program takes one.
+    """
+    if by_token:
+        return Turns(tokens, 1)
+    return Turns(min(tokens, _PROGRAMS * processors(device)), _STAGES)
 
 
 if HAS_TRITON:

@@ -65,12 +65,12 @@ NORM = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from quantpolicy.kernels.layer_norm_fp32 import _tile
 from quantpolicy.kernels.rms_norm_fp8 import _rms_norm_fp8_kernel as kernel
+from quantpolicy.kernels.row_tiles import MODULATED_VALUES, tiles_for
 
 for columns, indexed in ((3840, False), (5376, True)):
-    warps, tile = _tile(columns)
-    constants = {"D": columns, "TILE": tile, "TILES": -(-columns // tile), "EXACT_DIVISION": False}
+    warps, tile, number = tiles_for(columns, MODULATED_VALUES)
+    constants = {"D": columns, "TILE": tile, "TILES": number, "EXACT_DIVISION": False}
     constants |= {"WEIGHTED": True, "SCALED": True, "SHIFTED": indexed, "INDEXED": indexed}
     constants |= {"BY_TOKEN": indexed, "STAGES": 1 if indexed else 3}
     signature = {name: "i32" for name in kernel.arg_names} | {"eps": "fp32", "floor": "fp32"}
