@@ -127,17 +127,12 @@ if HAS_TRITON:
     from quantpolicy.kernels.token_rows import load_fp32
 
     @triton.jit
-    def is_head(i, TILE: tl.constexpr, N: tl.constexpr):
-        """Return whether a tile lies in the N columns of the head."""
-        return (i + 1) * TILE <= N
-
-    @triton.jit
-    def load_head(row, i, TILE: tl.constexpr):
+    def load_head(row, i: tl.constexpr, TILE: tl.constexpr):
         """Load a tile that lies in the head, as fp32."""
         return load_fp32(row, i * TILE + tl.arange(0, TILE), 0, False)
 
     @triton.jit
-    def load_input(row, i, TILE: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    def load_input(row, i: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
         """Load a tile of an input behind the head as fp32, zero where there is none."""
         cols = i * TILE + tl.arange(0, TILE)
         if i * TILE < N or (i + 1) * TILE > K:
@@ -147,7 +142,7 @@ if HAS_TRITON:
         return x.to(tl.float32)
 
     @triton.jit
-    def with_head(y, row, i, TILE: tl.constexpr, N: tl.constexpr):
+    def with_head(y, row, i: tl.constexpr, TILE: tl.constexpr, N: tl.constexpr):
         """Return an activated tile with the end of the head in it."""
         cols = i * TILE + tl.arange(0, TILE)
         if i * TILE < N:

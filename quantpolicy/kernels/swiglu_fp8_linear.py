@@ -55,7 +55,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from quantpolicy.kernels.activated_rows import is_head, load_head, load_input, with_head
+    from quantpolicy.kernels.activated_rows import load_head, load_input, with_head
     from quantpolicy.kernels.row_math import rounded_pairs, sigmoid
     from quantpolicy.kernels.row_tiles import store_codes
 
@@ -83,7 +83,7 @@ if HAS_TRITON:
         dtype: tl.constexpr = value_ptr.dtype.element_ty
         tiles: tl.tuple = ()
         for i in tl.static_range(TILES):
-            if is_head(i, TILE, N):
+            if (i + 1) * TILE <= N:
                 tiles += (load_head(head_row, i, TILE),)
             else:
                 gate = load_input(gate_row, i, TILE, N, K)
