@@ -172,7 +172,7 @@ def test_sizes_that_are_open_from_the_start(case: Case) -> None:
 @pytest.mark.parametrize("name", ORDERLESS)
 @pytest.mark.parametrize("aligned_first", [False, True])
 def test_inputs_of_any_alignment(name: str, aligned_first: bool) -> None:
-    op, arguments, _ = CASES[name]
+    op, arguments = CASES[name]
     compiled = torch.compile(op, fullgraph=True)
     x, *others = arguments(2, 40)
     storage = torch.empty(x.numel() + 8, device="cuda", dtype=x.dtype)
@@ -183,7 +183,7 @@ def test_inputs_of_any_alignment(name: str, aligned_first: bool) -> None:
 
 @pytest.mark.parametrize("name", ORDERLESS[:2])
 def test_a_view_is_read_where_it_lies(name: str) -> None:
-    op, arguments, _ = CASES[name]
+    op, arguments = CASES[name]
 
     def of_a_part(x: Tensor, *others: Any) -> Any:
         return op(x[:, 5:, :2048], *others)

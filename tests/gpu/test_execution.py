@@ -28,7 +28,9 @@ pytestmark = [
 
 FAMILIES = ("wan2.2-ti2v-5b", "hunyuanvideo", "flux.1")
 # Blocks carry on what one Linear rounds otherwise: torchao's int8 twice, a compiler's chains once.
+# Codes then fall differently, which leaves the distance to the dense model as it was.
 LARGEST_ERROR = 0.06
+SAME_ERROR = 1.1
 
 
 @pytest.fixture(params=[Scheme.FP8, Scheme.INT8])
@@ -38,7 +40,9 @@ def scheme(request: pytest.FixtureRequest) -> Scheme:
 
 @pytest.fixture(params=FAMILIES)
 def models(request, scheme, component_plan, quant_plan):
-    """Return a torchao model, a fused and joined one, inputs and plan, on the device."""
+    """Return a torchao model, a fused and joined one, inputs and dense output, on the device, and
+    the plan.
+    """
     rules = load_rules()
     model, inputs = build_tiny(request.param)
     part = component_plan(model, scheme, pad_rows=17)
@@ -49,12 +53,14 @@ def models(request, scheme, component_plan, quant_plan):
         for parts in fusion_places(rules.file.fusions[name], layers).values()
     )
     plan = quant_plan(host="h200", transformer=part)
+    inputs = on_device(inputs)
     stock = copy.deepcopy(model).cuda()
+    dense = run(stock, inputs)
     apply_plan(stock, plan)
     plan: QuantPlan = plan.model_copy(update={"execution": Execution.FUSED, "fusions": fusions})
     # Applied on the CPU and moved, as a loader does.
     apply_plan(model, plan)
-    return stock, model.cuda(), on_device(inputs), plan
+    return stock, model.cuda(), inputs, dense, plan
 
 
 def on_device(inputs: dict[str, object]) -> dict[str, object]:
@@ -74,7 +80,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def test_equals_torchao_and_comes_back(models):
-    stock, model, inputs, plan = models
+    stock, model, inputs, _, plan = models
     expected = run(stock, inputs)
     assert relative_error(run(model, inputs), expected) < LARGEST_ERROR
     leaders = [m for m in model.modules() if isinstance(m, JoinedLinear) and m is m.leader]
@@ -87,7 +93,7 @@ def test_equals_torchao_and_comes_back(models):
 
 def test_a_block_in_a_cuda_graph(models):
     """The attention projections of a block, captured in steady state and replayed on new values."""
-    _, model, _, _ = models
+    _, model, *_ = models
     leader = next(m for m in model.modules() if isinstance(m, JoinedLinear) and m is m.leader)
     x = torch.randn(2, 64, leader.in_features, device="cuda").bfloat16()
     new = torch.randn_like(x)
@@ -118,16 +124,16 @@ def test_a_block_in_a_cuda_graph(models):
 
 
 def test_blocks_compile_without_a_break(models):
-    _, model, inputs, _ = models
-    expected = run(model, inputs)
+    _, model, inputs, dense, _ = models
+    eager = relative_error(run(model, inputs), dense)
     torch._dynamo.reset()
     model.compile_repeated_blocks(fullgraph=True)
-    assert relative_error(run(model, inputs), expected) < LARGEST_ERROR
+    assert 0 < relative_error(run(model, inputs), dense) < SAME_ERROR * eager
     torch._dynamo.reset()
 
 
 def test_offload_hooks(models):
-    _, model, inputs, _ = models
+    _, model, inputs, *_ = models
     expected = run(model, inputs)
     cpu_offload(model.cpu(), execution_device=torch.device("cuda"))
     assert torch.equal(run(model, inputs), expected)

@@ -47,6 +47,9 @@ class DualBlock(Rewrite):
     ) -> tuple[Tensor, Tensor]:
         """Return both streams after the block."""
         del args, kwargs
+        if self.quantises_norms:
+            # The patch embedding may put a token's channels far apart, and sums keep them so.
+            hidden_states = hidden_states.contiguous()
         normed, image = adapted(self, "norm1", hidden_states, temb)
         normed_text, text = adapted(self, "norm1_context", encoder_hidden_states, temb)
         update, text_update = self.attn(

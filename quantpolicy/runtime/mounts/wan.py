@@ -51,6 +51,9 @@ class Block(Rewrite):
         rotary_emb: Rotary,
     ) -> Tensor:
         """Return the rows after the block; ``temb`` is [B, 6, D], or [B, S, 6, D] by token."""
+        if self.norms or self.quantises:
+            # The patch embedding may put a token's channels far apart, and sums keep them so.
+            hidden_states = hidden_states.contiguous()
         # The sum of a vector and its table is an fp32 tensor as large as the stream, or larger:
         # where vectors come by token, the ops are better off with the parts.
         vectors, tables = temb.unbind(-2), self.scale_shift_table[0].unbind(0)
