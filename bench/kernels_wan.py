@@ -7,6 +7,10 @@ from torch import Tensor
 
 from bench.kernel_case import Case, noise
 from bench.timing import gpu_ms, relative_error
+from quantpolicy.kernels.add_layer_norm_fp8 import (
+    add_layer_norm_fp8,
+    add_layer_norm_fp8_reference,
+)
 from quantpolicy.kernels.gated_residual import gated_residual, gated_residual_reference
 from quantpolicy.kernels.gelu_fp8_linear import (
     gelu_fp8_linear_reference,
@@ -49,6 +53,12 @@ def wan_cases(tokens: int) -> list[Case]:
 
     norm = (layer_norm_fp32, layer_norm_fp32_reference)
     add = (gated_residual, gated_residual_reference)
+    add_norm = (add_layer_norm_fp8, add_layer_norm_fp8_reference)
+    ends = (EPS, FLOOR)
+
+    def sums() -> tuple[Tensor, Tensor]:
+        return rows(), rows()
+
     return [
         Case(
             "qk_norm_rope_across_heads",
@@ -94,6 +104,20 @@ def wan_cases(tokens: int) -> list[Case]:
             layer_norm_fp8_reference,
             lambda: (rows(), None, None, *by_sample()[1], *by_sample()[0], EPS, FLOOR),
             row + row // 2,
+        ),
+        Case(
+            "add_layer_norm_fp8",
+            tokens,
+            *add_norm,
+            lambda: (*sums(), None, None, None, None, *by_sample()[1], *by_sample()[0], *ends),
+            3 * row + row // 2,
+        ),
+        Case(
+            "add_layer_norm_fp8 gated",
+            tokens,
+            *add_norm,
+            lambda: (*sums(), *by_sample()[2], weight, bias, None, None, None, None, *ends),
+            3 * row + row // 2,
         ),
         Case(
             "gated_residual keep",

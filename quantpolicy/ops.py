@@ -66,6 +66,7 @@ OPS = {
     "batched_tiles": OpFacts(Contract.HIGH),
     "layer_norm_fp32": OpFacts(Contract.HIGH, TRITON_SM),
     "layer_norm_fp8": OpFacts(Contract.HIGH, FP8_SM, Scheme.FP8, Execution.FUSED),
+    "add_layer_norm_fp8": OpFacts(Contract.HIGH, FP8_SM, Scheme.FP8, Execution.FUSED),
     "rms_norm_fp8": OpFacts(Contract.HIGH, FP8_SM, Scheme.FP8, Execution.FUSED),
     "qk_norm_rope_across_heads": OpFacts(Contract.HIGH, TRITON_SM),
 }

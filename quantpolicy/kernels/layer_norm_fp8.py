@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from quantpolicy.kernels.contract import define_fusion
-from quantpolicy.kernels.layer_norm_fp32 import (
-    layer_norm_fp32_reference,
-    norm_rows,
-    why_not_layer_norm,
-)
+from quantpolicy.kernels.layer_norm_fp32 import layer_norm_fp32_reference, why_not_layer_norm
+from quantpolicy.kernels.layer_norm_rows import Codes, norm_rows
 from quantpolicy.kernels.row_quantise_fp8 import (
     needs_exact_division,
     rounded_floor,
@@ -52,18 +49,16 @@ def _why_not(x: Tensor, *others: Any) -> str:
     return why_no_e4m3(x.device) or why_not_layer_norm(x, *others[:-1])
 
 
+def codes_of(row_scale: Tensor, x: Tensor, floor: float) -> Codes:
+    """Return how the kernel makes codes of rows of the dtype of ``x``."""
+    return Codes(row_scale, rounded_floor(floor, x.dtype), needs_exact_division(floor))
+
+
 def launch_layer_norm_fp8(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    """Run the kernel of ``layer_norm_fp32`` with codes and scales as its result."""
+    """Run the kernel of the norms with codes and scales as its result."""
     *norm, floor = others
     codes, row_scale = _fake(x)
-    norm_rows(
-        codes,
-        x,
-        *norm,
-        row_scale=row_scale,
-        floor=rounded_floor(floor, x.dtype),
-        exact_division=needs_exact_division(floor),
-    )
+    norm_rows(codes, x, *norm, codes=codes_of(row_scale, x, floor))
     return codes, row_scale
 
 

@@ -13,8 +13,8 @@ from quantpolicy.kernels.launch import processors
 from quantpolicy.kernels.registry import HAS_TRITON
 
 # Values of a row that a thread holds at most: where it holds nothing else, and where it holds two
-# vectors of as many.
-ROW_VALUES, MODULATED_VALUES = 128, 80
+# or three vectors of as many.
+ROW_VALUES, MODULATED_VALUES, GATED_VALUES = 128, 80, 40
 # Where all rows of a sample share their vectors: programs a multiprocessor, and rows that one has
 # on their way while it computes another.
 _PROGRAMS, _STAGES = 4, 3

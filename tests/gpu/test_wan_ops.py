@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from quantpolicy.kernels.add_layer_norm_fp8 import launch_add_layer_norm_fp8
 from quantpolicy.kernels.contract import forget_verdicts, op_counts, same_bits
 from quantpolicy.kernels.fp8_linear import fp8_gemm, fp8_linear
 from quantpolicy.kernels.gated_residual import (
@@ -50,7 +51,7 @@ ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 EPS, FLOOR = 1e-6, 1e-12
 PER_TOKEN, PER_SAMPLE = "wan2.2-ti2v-5b", "wan2.2-t2v-a14b"
 DENSE = ("gated_residual", "layer_norm_fp32", "qk_norm_rope_across_heads", "rms_norm")
-QUANTISED = ("gelu_fp8_linear", "layer_norm_fp8")
+QUANTISED = ("gelu_fp8_linear", "layer_norm_fp8", "add_layer_norm_fp8")
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -208,6 +209,10 @@ def assert_rows(x: Tensor, update: Tensor, weight: Tensor, bias: Tensor) -> None
         full = full.unsqueeze(1) if full.dim() == 2 else full
         assert same_bits(found, (x.float() + update * full).type_as(x))
         assert not same_bits(found, (x.float() + update * full * 1.1).type_as(x))
+        gate = (vectors[2].float() if tables[2] is None else vectors[2], tables[2])
+        assert_added(x, update, gate, found, (None, None, *modulation_of(vectors, tables)))
+        assert_added(x, update, gate, found, (weight, bias, *[None] * 4))
+    assert_added(x, update, (None, None), x + update, calls[-1])
     for given in calls:
         rows = launch_layer_norm_fp32(x, *given, EPS)
         assert_near(rows, layer_norm_exact(x, *given))
@@ -226,6 +231,21 @@ def assert_quantised(x: Tensor, vectors: Vectors, rows: Tensor) -> None:
     back = codes.float().double() * scale
     error = float((back - rows.double()).norm() / rows.double().norm())
     assert error < 2**-4
+
+
+def assert_added(
+    x: Tensor,
+    update: Tensor,
+    gate: tuple[Tensor | None, Tensor | None],
+    sums: Tensor,
+    norm: Vectors,
+) -> None:
+    """Check stream, codes and scales against the norm of sums that were added before."""
+    stream, codes, scale = launch_add_layer_norm_fp8(x, update, *gate, *norm, EPS, FLOOR)
+    assert same_bits(stream, sums.contiguous())
+    expected, expected_scale = launch_layer_norm_fp8(stream, *norm, EPS, FLOOR)
+    torch.testing.assert_close(scale, expected_scale, rtol=2**-7, atol=0)
+    assert differing(codes, expected) < 0.01
 
 
 def differing(one: Tensor, other: Tensor) -> float:

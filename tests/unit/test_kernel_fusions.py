@@ -195,6 +195,33 @@ def test_rows_with_fp32_modulation(columns):
 
 
 @interpreted
+@pytest.mark.parametrize("columns", [600, 96, 3])
+def test_add_layer_norm_fp8(columns):
+    from quantpolicy.kernels.add_layer_norm_fp8 import (
+        add_layer_norm_fp8_reference,
+        launch_add_layer_norm_fp8,
+    )
+
+    x, update = (torch.randn(2, 9, columns, dtype=HALF)[:, ::2] for _ in range(2))
+    affine = (torch.randn(columns), torch.randn(columns))
+    by_token = torch.randn(2, 5, 3, columns, dtype=HALF).unbind(2)
+    by_sample = torch.randn(2, 3, columns, dtype=HALF).unbind(1)
+    tables = torch.randn(3, columns).unbind(0)
+    plain = (None, None, None, None)
+    for vectors in (by_token, by_sample):
+        modulation = (vectors[1], tables[1], vectors[0], tables[0])
+        for gate in ((None, None), (vectors[2], tables[2]), (vectors[2].float(), None)):
+            for norm in ((*affine, *plain), (None, None, *modulation), (*affine, *modulation)):
+                args = (x, update, *gate, *norm, 1e-6, 1e-12)
+                stream, codes, scale = launch_add_layer_norm_fp8(*args)
+                expected = add_layer_norm_fp8_reference(*args)
+                assert torch.equal(stream, expected[0])
+                torch.testing.assert_close(scale, expected[2], rtol=2**-9, atol=0)
+                # The interpreter's casts to fp8 are not the GPU's.
+                assert float((codes.float() != expected[1].float()).float().mean()) < 0.1
+
+
+@interpreted
 @pytest.mark.parametrize("columns", [600, 96, 33])
 def test_rms_norm_fp8(columns):
     from quantpolicy.kernels.rms_norm_fp8 import (

@@ -80,6 +80,10 @@ def arguments() -> dict[str, tuple[object, ...]]:
         "layer_norm_fp32": (x, vector, vector, by_token()[0], vector, by_token()[1], vector, 1e-6),
         "layer_norm_modulate": (x[:, 1:], gates[0], gates[1], 1e-6),
         "layer_norm_fp8": (x, None, None, by_token()[0], None, by_token()[1], None, 1e-6, 1e-12),
+        "add_layer_norm_fp8": (
+            *(x, update, gates[1], vector, vector, vector),
+            *(by_token()[0], None, by_token()[1], None, 1e-6, 1e-12),
+        ),
         "fp8_gemm": (
             noise(2, 5, 128).to(codes.dtype),
             torch.rand(2, 5, 1),

@@ -19,7 +19,7 @@ from quantpolicy.schemes import Scheme
 
 PER_TOKEN, PER_SAMPLE, WITH_IMAGE = "wan2.2-ti2v-5b", "wan2.2-t2v-a14b", "wan2.1-i2v-14b"
 DENSE = ("gated_residual", "layer_norm_fp32", "qk_norm_rope_across_heads", "rms_norm")
-QUANTISED = ("gelu_fp8_linear", "layer_norm_fp8")
+QUANTISED = ("gelu_fp8_linear", "layer_norm_fp8", "add_layer_norm_fp8")
 
 
 def output(model: nn.Module, inputs: dict[str, object]) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
+from quantpolicy.kernels.add_layer_norm_fp8 import add_layer_norm_fp8
 from quantpolicy.kernels.gated_residual import gated_residual
 from quantpolicy.kernels.layer_norm_fp8 import layer_norm_fp8
 from quantpolicy.kernels.layer_norm_fp32 import layer_norm_fp32
@@ -36,11 +37,13 @@ class Block(Rewrite):
     Args:
         norms: each LayerNorm in one op, scale and shift included.
         quantises: the same with the quantisation behind it, where only fp8 Linears read the rows.
+        adds: the same with the residual add before it, where there is one in the block.
         gates: gated residual adds in one op.
     """
 
     norms = False
     quantises = False
+    adds = False
     gates = False
 
     def forward(
@@ -51,7 +54,7 @@ class Block(Rewrite):
         rotary_emb: Rotary,
     ) -> Tensor:
         """Return the rows after the block; ``temb`` is [B, 6, D], or [B, S, 6, D] by token."""
-        if self.norms or self.quantises:
+        if self.norms or self.quantises or self.adds:
             # The patch embedding may put a token's channels far apart, and sums keep them so.
             hidden_states = hidden_states.contiguous()
         # The sum of a vector and its table is an fp32 tensor as large as the stream, or larger:
@@ -60,12 +63,35 @@ class Block(Rewrite):
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = zip(vectors, tables, strict=True)
 
         normed = self._normed(0, hidden_states, scale, shift)
-        stream = self._added(hidden_states, self.attn1(normed, None, None, rotary_emb), gate)
-        normed = self._normed(1, stream)
-        stream = stream + self.attn2(normed, encoder_hidden_states, None, None)
-        normed = self._normed(2, stream, mlp_scale, mlp_shift)
+        update = self.attn1(normed, None, None, rotary_emb)
+        stream, normed = self._added_and_normed(1, hidden_states, update, gate)
+        update = self.attn2(normed, encoder_hidden_states, None, None)
+        stream, normed = self._added_and_normed(2, stream, update, None, mlp_scale, mlp_shift)
         added: Tensor = self._added(stream, self.ffn(normed), mlp_gate)
         return added
+
+    def _added_and_normed(
+        self: Part,
+        index: int,
+        stream: Tensor,
+        update: Tensor,
+        gate: Vector | None,
+        scale: Vector | None = None,
+        shift: Vector | None = None,
+    ) -> tuple[Tensor, Tensor | QuantisedRows]:
+        norm = self._modules[_NORMS[index]]
+        if self.adds and isinstance(norm, nn.LayerNorm):
+            readers = readers_of(self, index)
+            if read_codes(readers):
+                added = (stream, update, *(gate or NO_VECTOR))
+                affine = (norm.weight, norm.bias)
+                modulation = (*(scale or NO_VECTOR), *(shift or NO_VECTOR))
+                stream, codes, row_scale = add_layer_norm_fp8(
+                    *added, *affine, *modulation, norm.eps, readers[0].floor
+                )
+                return stream, QuantisedRows(codes, row_scale, update.dtype)
+        stream = stream + update if gate is None else self._added(stream, update, gate)
+        return stream, self._normed(index, stream, scale, shift)
 
     def _normed(
         self: Part,

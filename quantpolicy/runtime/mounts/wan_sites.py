@@ -47,20 +47,29 @@ def _why_not_layer_norm(norm: Part) -> str:
     return why_not_bypassed(norm)
 
 
-def _quantises_site(name: str, block: Part) -> tuple[Site, str]:
-    """Return the block, if the readers of one norm at least are fp8 Linears."""
-    site, reason = Site(name, block, Block, "quantises"), _norms_site(name, block)[1]
+def _codes_site(name: str, block: Part, slot: str, norms: tuple[int, ...]) -> tuple[Site, str]:
+    """Return the block, if the readers of one of the norms at least are fp8 Linears."""
+    site, reason = Site(name, block, Block, slot), _norms_site(name, block)[1]
     for part in (block.attn1, block.attn2, block.ffn, block.ffn.net[0]):
         reason = reason or why_not_bypassed(part)
     for attn in (block.attn1, block.attn2):
         if not reason and former_class(attn.processor) is not WanAttnProcessor:
             reason = f"an attention processor is a {type(attn.processor).__name__}"
-    readers = [readers_of(block, index) for index in range(3)]
+    readers = [readers_of(block, index) for index in norms]
     for linear in (linear for linears in readers for linear in linears):
         reason = reason or why_not_bypassed(linear)
     if not reason and not any(read_codes(linears) for linears in readers):
         reason = "no norm is read by fp8 Linears in fused execution alone"
     return site, reason
+
+
+def _quantises_site(name: str, block: Part) -> tuple[Site, str]:
+    return _codes_site(name, block, "quantises", (0, 1, 2))
+
+
+def _adds_site(name: str, block: Part) -> tuple[Site, str]:
+    """Return the block; what is added before its first norm is another block's."""
+    return _codes_site(name, block, "adds", (1, 2))
 
 
 def _rotates_site(name: str, block: Part) -> tuple[Site, str]:
@@ -97,6 +106,7 @@ FINDERS: dict[str, Callable[[nn.Module], Sites]] = {
     "gated_residual": lambda model: find_in_each(_blocks(model), _gates_site),
     "layer_norm_fp32": lambda model: find_in_each(_blocks(model), _norms_site),
     "layer_norm_fp8": lambda model: find_in_each(_blocks(model), _quantises_site),
+    "add_layer_norm_fp8": lambda model: find_in_each(_blocks(model), _adds_site),
     "qk_norm_rope_across_heads": lambda model: find_in_each(_blocks(model), _rotates_site),
     "rms_norm": lambda model: find_in_each(_blocks(model), _cross_norms_site),
 }
