@@ -1,6 +1,7 @@
 """Execution of quantised Linears: dense, fused and torchao, alone and inside whole denoisers.
 
     python -m bench.execution --json OUT [--part rows] [--part linear] [--part wan] [--part hunyuan]
+        [--variant NAME ...] [--tokens N ...]
 
 ``ms`` is GPU time in a CUDA graph, ``wall_ms`` what an eager caller waits; torchao's eager chain is
 not captured, its ``ms`` is GPU time with launches queued ahead. Errors are relative: to the dense
@@ -157,6 +158,7 @@ def main() -> None:
     parser.add_argument("--json", required=True)
     parser.add_argument("--part", action="append", choices=("rows", "linear", *MODELS))
     parser.add_argument("--variant", action="append", choices=VARIANTS)
+    parser.add_argument("--tokens", action="append", type=int, help="of models; all by default")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     variants = tuple(arguments.variant or VARIANTS)
@@ -166,7 +168,7 @@ def main() -> None:
         rows: list[dict[str, object]] = []
         results[part] = rows
         bench = {"rows": bench_rows, "linear": bench_linears}.get(part)
-        for row in bench() if bench else MODELS[part](variants):
+        for row in bench() if bench else MODELS[part](variants, arguments.tokens):
             print(_short(row), flush=True)
             rows.append(row)
             results["rejected"] = rejected_shapes()

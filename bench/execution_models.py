@@ -27,10 +27,13 @@ MANY_TOKENS = 10_000
 SLOW_STEPS = {("torchao_int8", 27280)}
 
 
-def bench_model(shape: Shape, variants: Sequence[str]) -> Iterator[dict[str, object]]:
-    """Yield a row for each variant of a model, mode and number of tokens."""
+def bench_model(
+    shape: Shape, variants: Sequence[str], tokens: Sequence[int] | None = None
+) -> Iterator[dict[str, object]]:
+    """Yield a row for each variant of a model, mode and number of tokens, all or those given."""
     dense, inputs = build_dense(shape, "cuda"), shape.inputs("cuda")
-    outputs = {tokens: dense(**call)[0].clone() for tokens, call in inputs.items()}
+    inputs = {count: call for count, call in inputs.items() if count in (tokens or inputs)}
+    outputs = {count: dense(**call)[0].clone() for count, call in inputs.items()}
     for variant in (name for name in variants if name not in shape.without):
         held = torch.cuda.memory_allocated() if variant != "dense" else 0
         model = made_variant(dense, shape, VARIANTS[variant])
