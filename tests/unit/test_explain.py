@@ -37,9 +37,9 @@ Decisions
 
 Predicted ms of a step, without what fusions save
                       Linears  attention  pointwise  launches  total
-  transformer  fp8      0.352      0.000      0.000     0.211  0.563
-  transformer  int8     0.758      0.000      0.000     0.036  0.794
-  transformer  dense    0.547      0.000      0.000     0.016  0.563
+  transformer  fp8      0.352      0.000      0.000     0.041  0.393
+  transformer  int8     0.758      0.000      0.000     0.035  0.793
+  transformer  dense    0.547      0.000      0.000     0.010  0.557
 
 Kernels
   transformer  gated_residual  lossless  planned  {plan.kernel_decisions[0].detail}
