@@ -20,11 +20,10 @@ from torch import Tensor
 from quantpolicy.kernels.contract import define_fusion
 from quantpolicy.kernels.keyed_launch import keyed_launch
 from quantpolicy.kernels.registry import HAS_TRITON
+from quantpolicy.kernels.row_launch import row_warps, split_columns
 from quantpolicy.kernels.token_rows import (
     FLOATS,
     full_vector,
-    row_warps,
-    split_columns,
     vector_strides,
     why_not_rows,
     why_not_table,

@@ -20,7 +20,8 @@ from quantpolicy.kernels.contract import define_fusion
 from quantpolicy.kernels.keyed_launch import keyed_launch
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.rotary import HALF_DTYPES
-from quantpolicy.kernels.token_rows import MAX_COLUMNS, row_warps, split_columns
+from quantpolicy.kernels.row_launch import row_warps, split_columns
+from quantpolicy.kernels.token_rows import MAX_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How the row quantisers are launched: one program a row, which it holds whole where it fits.
+"""Rows that a program holds in one or two powers of two, and how the row quantisers are launched.
 
 What a row's codes and scale are is in the kernels.
 """
@@ -47,7 +47,6 @@ def launch_rows(
     scalars: tuple[float, ...] = (),
     flags: tuple[bool, ...] = (),
     empty_scale: float,
-    enable_fp_fusion: bool,
 ) -> tuple[Tensor, Tensor]:
     """Quantise every row of ``x``: codes [M, K] and scales [M, 1].
 
@@ -81,6 +80,6 @@ def launch_rows(
         ),
         free=(3,),
         num_warps=8 if is_long else row_warps(columns),
-        enable_fp_fusion=enable_fp_fusion,
+        enable_fp_fusion=True,
     )
     return codes, scale

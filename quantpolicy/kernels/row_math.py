@@ -18,7 +18,6 @@ MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 
 # Triton's interpreter runs no assembly; the plain expressions beside it are what it stands for.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-# In one line each: a compiler quotes them in code that it writes.
 _SIGMOID = tl.constexpr(
     "{ .reg .f32 power;"
     " ex2.approx.ftz.f32 power, $1;"
@@ -35,7 +34,7 @@ _ROUND_TWO_TO_BF16 = tl.constexpr(
 
 @triton.jit
 def product(x, y):
-    """Return x * y in fp32, rounded as such: no fused multiply-add takes it, none skips a cast."""
+    """Return x * y in fp32, rounded before anything is added: no fused multiply-add takes it."""
     if INTERPRETED:
         out = x * y
     else:

@@ -162,7 +162,6 @@ def launch_row_quantise_fp8(x: Tensor, floor: float) -> tuple[Tensor, Tensor]:
         scalars=(rounded_floor(floor, x.dtype),),
         flags=(x.dtype is torch.float32 or needs_exact_division(floor),),
         empty_scale=floor / E4M3_MAX,
-        enable_fp_fusion=True,
     )
 
 

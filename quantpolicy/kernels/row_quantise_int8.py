@@ -125,7 +125,6 @@ def launch_row_quantise_int8(x: Tensor) -> tuple[Tensor, Tensor]:
         x,
         torch.int8,
         empty_scale=INT8_EPS,
-        enable_fp_fusion=True,
     )
 
 

@@ -18,7 +18,8 @@ from quantpolicy.kernels.contract import define_fusion
 from quantpolicy.kernels.keyed_launch import keyed_launch
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.rms_norm import rms_norm_reference, why_not_norm
-from quantpolicy.kernels.token_rows import row_warps, split_columns, why_not_rows
+from quantpolicy.kernels.row_launch import row_warps, split_columns
+from quantpolicy.kernels.token_rows import why_not_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable

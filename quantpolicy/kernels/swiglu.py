@@ -74,13 +74,7 @@ def launch_swiglu(x: Tensor) -> Tensor:
     keyed_launch(
         _swiglu_kernel,
         (rows, triton.cdiv(columns, block)),
-        (
-            x,
-            out,
-            columns,
-            block,
-        ),
-        free=(),
+        (x, out, columns, block),
         num_warps=4,
         enable_fp_fusion=True,
     )

@@ -1,6 +1,6 @@
 """Rows of tokens: what the row-wise ops on [B, S, D] share. What an op does with a row is its own.
 
-A program takes one row whole, in one or two power-of-two tiles, so that statistics need one read.
+A program holds a row whole, so that statistics need one read.
 """
 
 from __future__ import annotations
@@ -9,23 +9,9 @@ import torch
 from torch import Tensor
 
 from quantpolicy.kernels.registry import HAS_TRITON
-from quantpolicy.kernels.row_launch import row_warps, split_columns
 
 MAX_COLUMNS = 16384
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-
-__all__ = [
-    "FLOATS",
-    "MAX_COLUMNS",
-    "full_vector",
-    "is_by_token",
-    "row_warps",
-    "split_columns",
-    "vector_strides",
-    "why_not_rows",
-    "why_not_table",
-    "why_not_vector",
-]
 
 
 def why_not_rows(*rows: Tensor) -> str:
@@ -70,8 +56,10 @@ def full_vector(vector: Tensor, table: Tensor | None) -> Tensor:
     return full if table is None else table + full
 
 
-def vector_strides(vector: Tensor) -> tuple[int, int]:
-    """Return a vector's strides of batch and token, 0 where all share it."""
+def vector_strides(vector: Tensor | None) -> tuple[int, int]:
+    """Return a vector's strides of batch and token, 0 where all share it or there is none."""
+    if vector is None:
+        return 0, 0
     batch = vector.stride(0) if vector.dim() > 1 else 0
     return batch, vector.stride(1) if is_by_token(vector) else 0
 
