@@ -16,9 +16,9 @@ from torch import Tensor
 
 from quantpolicy.kernels.contract import define_fusion
 from quantpolicy.kernels.gated_residual import gated_residual_reference
-from quantpolicy.kernels.layer_norm_fp8 import codes_of, layer_norm_fp8_reference
+from quantpolicy.kernels.layer_norm_fp8 import layer_norm_fp8_reference
 from quantpolicy.kernels.layer_norm_fp32 import why_not_layer_norm
-from quantpolicy.kernels.layer_norm_rows import Sum, norm_rows
+from quantpolicy.kernels.layer_norm_rows import Codes, Sum, norm_rows
 from quantpolicy.kernels.row_quantise_fp8 import why_no_e4m3
 from quantpolicy.kernels.rows import row_scales_like
 from quantpolicy.kernels.token_rows import FLOATS, why_not_rows, why_not_table, why_not_vector
@@ -77,7 +77,7 @@ def launch_add_layer_norm_fp8(
     *norm, floor = others
     stream, codes, row_scale = _fake(x)
     added = Sum(update, gate, gate_table, stream)
-    norm_rows(codes, x, *norm, codes=codes_of(row_scale, x, floor), added=added)
+    norm_rows(codes, x, *norm, codes=Codes(row_scale, floor), added=added)
     return stream, codes, row_scale
 
 

@@ -16,12 +16,7 @@ from torch import Tensor
 from quantpolicy.kernels.contract import define_fusion
 from quantpolicy.kernels.layer_norm_fp32 import layer_norm_fp32_reference, why_not_layer_norm
 from quantpolicy.kernels.layer_norm_rows import Codes, norm_rows
-from quantpolicy.kernels.row_quantise_fp8 import (
-    needs_exact_division,
-    rounded_floor,
-    row_quantise_fp8_reference,
-    why_no_e4m3,
-)
+from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8_reference, why_no_e4m3
 from quantpolicy.kernels.rows import row_scales_like
 
 if TYPE_CHECKING:
@@ -49,16 +44,11 @@ def _why_not(x: Tensor, *others: Any) -> str:
     return why_no_e4m3(x.device) or why_not_layer_norm(x, *others[:-1])
 
 
-def codes_of(row_scale: Tensor, x: Tensor, floor: float) -> Codes:
-    """Return how the kernel makes codes of rows of the dtype of ``x``."""
-    return Codes(row_scale, rounded_floor(floor, x.dtype), needs_exact_division(floor))
-
-
 def launch_layer_norm_fp8(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     """Run the kernel of the norms with codes and scales as its result."""
     *norm, floor = others
     codes, row_scale = _fake(x)
-    norm_rows(codes, x, *norm, codes=codes_of(row_scale, x, floor))
+    norm_rows(codes, x, *norm, codes=Codes(row_scale, floor))
     return codes, row_scale
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quantpolicy.kernels.keyed_launch import keyed_launch
 from quantpolicy.kernels.registry import HAS_TRITON
+from quantpolicy.kernels.row_quantise_fp8 import needs_exact_division, rounded_floor
 from quantpolicy.kernels.row_tiles import GATED_VALUES, MODULATED_VALUES, tiles_for, turns_for
 from quantpolicy.kernels.token_rows import is_by_token, vector_strides
 
@@ -24,12 +25,11 @@ class Codes(NamedTuple):
 
     Args:
         scale: one fp32 value a row.
-        floor: of a row's largest magnitude, rounded to the dtype of the rows.
+        floor: of a row's largest magnitude.
     """
 
     scale: Tensor
     floor: float
-    exact_division: bool
 
 
 class Sum(NamedTuple):
@@ -53,69 +53,53 @@ if HAS_TRITON:
     import triton.language as tl
 
     from quantpolicy.kernels.row_math import product, rounded_pairs
-    from quantpolicy.kernels.row_tiles import store_codes
-    from quantpolicy.kernels.token_rows import load_fp32, load_vector, store_row
+    from quantpolicy.kernels.row_tiles import load_tile, store_codes, store_tile
+    from quantpolicy.kernels.token_rows import load_vector
 
     @triton.jit
-    def _transform(
-        vectors,
-        cols,
-        D: tl.constexpr,
-        M: tl.constexpr,
-        AFFINE: tl.constexpr,
-        MODULATED: tl.constexpr,
-        TABLES: tl.constexpr,
+    def _vector_tile(
+        vector, table, i: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, TABLE: tl.constexpr
     ):
-        """Return the factor and the offset of a part of a normed row."""
-        weight, bias, scale, scale_table, shift, shift_table = vectors
-        factor = tl.full(cols.shape, 1.0, tl.float32)
-        offset = tl.zeros(cols.shape, tl.float32)
-        if AFFINE:
-            factor = load_fp32(weight, cols, D, M)
-            offset = load_fp32(bias, cols, D, M)
-        if MODULATED:
-            outer = 1.0 + load_vector(scale, scale_table, cols, D, M, TABLES)
-            factor *= outer
-            offset = offset * outer + load_vector(shift, shift_table, cols, D, M, TABLES)
-        return factor, offset
+        """Load a tile of a vector as fp32, with its table added."""
+        cols = i * TILE + tl.arange(0, TILE)
+        return load_vector(vector, table, cols, D, (i + 1) * TILE > D, TABLE)
 
     @triton.jit
-    def _transforms(
+    def _modulation(
         vectors,
+        tables,
         D: tl.constexpr,
         TILE: tl.constexpr,
         TILES: tl.constexpr,
         AFFINE: tl.constexpr,
         MODULATED: tl.constexpr,
         TABLES: tl.constexpr,
+        GATED: tl.constexpr,
+        GATE_TABLE: tl.constexpr,
     ):
-        """Return the factors and offsets of all parts."""
+        """Return factors and offsets of all parts of a normed row, and gates of its update."""
+        weight, bias, scale, shift, gate = vectors
+        scale_table, shift_table, gate_table = tables
         factors: tl.tuple = ()
         offsets: tl.tuple = ()
+        gates: tl.tuple = ()
         for i in tl.static_range(TILES):
-            cols = i * TILE + tl.arange(0, TILE)
-            factor, offset = _transform(
-                vectors, cols, D, (i + 1) * TILE > D, AFFINE, MODULATED, TABLES
-            )
+            factor = tl.full((TILE,), 1.0, tl.float32)
+            offset = tl.zeros((TILE,), tl.float32)
+            if AFFINE:
+                factor = load_tile(weight, i, D, TILE)
+                offset = load_tile(bias, i, D, TILE)
+            if MODULATED:
+                outer = 1.0 + _vector_tile(scale, scale_table, i, D, TILE, TABLES)
+                factor *= outer
+                offset = offset * outer + _vector_tile(shift, shift_table, i, D, TILE, TABLES)
             factors += (factor,)
             offsets += (offset,)
-        return factors, offsets
-
-    @triton.jit
-    def _vectors(
-        vector,
-        table,
-        D: tl.constexpr,
-        TILE: tl.constexpr,
-        TILES: tl.constexpr,
-        TABLE: tl.constexpr,
-    ):
-        """Return the parts of a vector."""
-        parts: tl.tuple = ()
         for i in tl.static_range(TILES):
-            cols = i * TILE + tl.arange(0, TILE)
-            parts += (load_vector(vector, table, cols, D, (i + 1) * TILE > D, TABLE),)
-        return parts
+            # Without a gate, what is in its place is not read.
+            part = _vector_tile(gate, gate_table, i, D, TILE, GATE_TABLE) if GATED else factors[i]
+            gates += (part,)
+        return factors, offsets, gates
 
     @triton.jit
     def _summed(
@@ -133,14 +117,13 @@ if HAS_TRITON:
         """Return the parts of a row, with the update added and stored as the stream."""
         parts: tl.tuple = ()
         for i in tl.static_range(TILES):
-            cols = i * TILE + tl.arange(0, TILE)
-            x = load_fp32(x_row, cols, D, (i + 1) * TILE > D)
+            x = load_tile(x_row, i, D, TILE)
             if ADDED:
-                update = load_fp32(update_row, cols, D, (i + 1) * TILE > D)
+                update = load_tile(update_row, i, D, TILE)
                 if GATED:
                     update = product(update, gates[i])
                 x = rounded_pairs(x + update, DTYPE)
-                store_row(stream_row, cols, x, D, (i + 1) * TILE > D)
+                store_tile(stream_row, i, x, D, TILE)
             parts += (x,)
         return parts
 
@@ -212,33 +195,24 @@ if HAS_TRITON:
         batch = tl.program_id(1).to(tl.int64)
         scale = scale_ptr + batch * scale_b
         shift = shift_ptr + batch * shift_b
-        vectors = (weight_ptr, bias_ptr, scale, scale_table_ptr, shift, shift_table_ptr)
         gate = gate_ptr + batch * gate_b
+        vectors = (weight_ptr, bias_ptr, scale, shift, gate)
+        tables = (scale_table_ptr, shift_table_ptr, gate_table_ptr)
         dtype: tl.constexpr = x_ptr.dtype.element_ty
         if not BY_TOKEN:
-            factors, offsets = _transforms(vectors, D, TILE, TILES, AFFINE, MODULATED, TABLES)
-            gates = factors  # Read where there is a gate alone.
-            if GATED:
-                gates = _vectors(gate, gate_table_ptr, D, TILE, TILES, GATE_TABLE)
+            factors, offsets, gates = _modulation(
+                vectors, tables, D, TILE, TILES, AFFINE, MODULATED, TABLES, GATED, GATE_TABLE
+            )
         for turn in tl.range(0, tl.cdiv(tokens - first, programs), num_stages=STAGES):
             token = first.to(tl.int64) + turn * programs
             row = batch * tokens + token
             out = out_ptr + row * D
             if BY_TOKEN:
                 scale_at, shift_at = scale + token * scale_s, shift + token * shift_s
-                vectors = (
-                    weight_ptr,
-                    bias_ptr,
-                    scale_at,
-                    scale_table_ptr,
-                    shift_at,
-                    shift_table_ptr,
+                vectors = (weight_ptr, bias_ptr, scale_at, shift_at, gate + token * gate_s)
+                factors, offsets, gates = _modulation(
+                    vectors, tables, D, TILE, TILES, AFFINE, MODULATED, TABLES, GATED, GATE_TABLE
                 )
-                factors, offsets = _transforms(vectors, D, TILE, TILES, AFFINE, MODULATED, TABLES)
-                gates = factors
-                if GATED:
-                    gate_at = gate + token * gate_s
-                    gates = _vectors(gate_at, gate_table_ptr, D, TILE, TILES, GATE_TABLE)
             x_row = x_ptr + batch * x_b + token * x_s
             update_row = update_ptr + batch * update_b + token * update_s
             stream_row = stream_ptr + row * D
@@ -254,8 +228,7 @@ if HAS_TRITON:
                 store_codes(out, at, results, floor, dtype, D, TILE, TILES, EXACT_DIVISION)
             else:
                 for i in tl.static_range(TILES):
-                    y = normed[i] * factors[i] + offsets[i]
-                    store_row(out, i * TILE + tl.arange(0, TILE), y, D, (i + 1) * TILE > D)
+                    store_tile(out, i, normed[i] * factors[i] + offsets[i], D, TILE)
 
 
 def norm_rows(
@@ -300,12 +273,12 @@ def norm_rows(
             turns.programs,
             x.stride(0),
             x.stride(1),
-            *_strides(scale),
-            *_strides(shift),
+            *vector_strides(scale),
+            *vector_strides(shift),
             *((0, 0) if added is None else added.update.stride()[:2]),
-            *_strides(gate),
+            *vector_strides(gate),
             eps,
-            0.0 if codes is None else codes.floor,
+            0.0 if codes is None else rounded_floor(codes.floor, x.dtype),
             columns,
             tiles.columns,
             tiles.number,
@@ -317,14 +290,10 @@ def norm_rows(
             gate is not None,
             gate_table is not None,
             codes is not None,
-            codes is not None and codes.exact_division,
+            codes is not None and needs_exact_division(codes.floor),
             turns.stages,
         ),
         free=(13, 14),
         num_warps=tiles.warps,
         enable_fp_fusion=True,
     )
-
-
-def _strides(vector: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if vector is None else vector_strides(vector)

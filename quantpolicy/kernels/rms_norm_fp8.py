@@ -131,8 +131,7 @@ if HAS_TRITON:
     import triton.language as tl
 
     from quantpolicy.kernels.row_math import rounded_pairs
-    from quantpolicy.kernels.row_tiles import store_codes
-    from quantpolicy.kernels.token_rows import load_fp32
+    from quantpolicy.kernels.row_tiles import load_tile, store_codes
 
     @triton.jit
     def _modulation(
@@ -150,15 +149,14 @@ if HAS_TRITON:
         factors: tl.tuple = ()
         offsets: tl.tuple = ()
         for i in tl.static_range(TILES):
-            cols = i * TILE + tl.arange(0, TILE)
             factor = tl.full((TILE,), 1.0, tl.float32)
             offset = tl.zeros((TILE,), tl.float32)
             if WEIGHTED:
-                factor = load_fp32(weight, cols, D, (i + 1) * TILE > D)
+                factor = load_tile(weight, i, D, TILE)
             if SCALED:
-                factor *= load_fp32(scale, cols, D, (i + 1) * TILE > D)
+                factor *= load_tile(scale, i, D, TILE)
             if SHIFTED:
-                offset = load_fp32(shift, cols, D, (i + 1) * TILE > D)
+                offset = load_tile(shift, i, D, TILE)
             factors += (factor,)
             offsets += (offset,)
         return factors, offsets
@@ -169,7 +167,7 @@ if HAS_TRITON:
         parts: tl.tuple = ()
         squares = tl.zeros((TILE,), tl.float32)
         for i in tl.static_range(TILES):
-            x = load_fp32(row, i * TILE + tl.arange(0, TILE), D, (i + 1) * TILE > D)
+            x = load_tile(row, i, D, TILE)
             parts += (x,)
             squares = x * x if i == 0 else squares + x * x
         rstd = tl.rsqrt(tl.sum(squares, axis=0) / D + tl.cast(eps, tl.float32))
@@ -283,9 +281,9 @@ def launch_rms_norm_fp8(
 
 
 def _strides(vector: Tensor | None, index: Tensor | None) -> tuple[int, int]:
-    if index is None:
-        return (0, 0) if vector is None else vector_strides(vector)
-    return 0, 0 if vector is None else vector.stride(0)
+    if vector is None or index is None:
+        return vector_strides(vector)
+    return 0, vector.stride(0)
 
 
 rms_norm_fp8: Callable[..., tuple[Tensor, Tensor]] = define_fusion(  # type: ignore[assignment]

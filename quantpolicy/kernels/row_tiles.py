@@ -72,7 +72,17 @@ if HAS_TRITON:
     import triton.language as tl
 
     from quantpolicy.kernels.row_math import fp8_codes, fp8_scale, larger
-    from quantpolicy.kernels.token_rows import store_row
+    from quantpolicy.kernels.token_rows import load_fp32, store_row
+
+    @triton.jit
+    def load_tile(row, i: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr):
+        """Load a tile of a row as fp32, zero past the row's end."""
+        return load_fp32(row, i * TILE + tl.arange(0, TILE), D, (i + 1) * TILE > D)
+
+    @triton.jit
+    def store_tile(row, i: tl.constexpr, x, D: tl.constexpr, TILE: tl.constexpr):
+        """Store a tile of a row in the dtype of its pointer."""
+        store_row(row, i * TILE + tl.arange(0, TILE), x, D, (i + 1) * TILE > D)
 
     @triton.jit
     def store_codes(
@@ -93,5 +103,4 @@ if HAS_TRITON:
         scale = fp8_scale(tl.reduce(magnitudes, 0, larger), floor, DTYPE)
         tl.store(scale_at, scale)
         for i in tl.static_range(TILES):
-            codes = fp8_codes(tiles[i], scale, EXACT_DIVISION)
-            store_row(out, i * TILE + tl.arange(0, TILE), codes, D, (i + 1) * TILE > D)
+            store_tile(out, i, fp8_codes(tiles[i], scale, EXACT_DIVISION), D, TILE)

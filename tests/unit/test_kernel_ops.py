@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantpolicy.kernels.activated_rows import why_not_activated
+from quantpolicy.kernels.add_layer_norm_fp8 import add_layer_norm_fp8
 from quantpolicy.kernels.fp8_linear import fp8_linear
 from quantpolicy.kernels.gated_residual import gated_residual, gated_residual_reference
 from quantpolicy.kernels.gelu_fp8_linear import gelu_fp8_linear, gelu_rows
@@ -192,9 +193,14 @@ def test_wan_references_are_the_eager_chains():
     chain = F.layer_norm(x.float(), (64,), weight.float(), bias.float(), 1e-6).type_as(x)
     assert torch.equal(layer_norm_fp32(x, weight, bias, *[None] * 4, 1e-6), chain)
     assert torch.equal(rms_norm(x, weight, 1e-6, BF16), F.rms_norm(x, (64,), weight, 1e-6))
-    args = (x, None, None, scale, None, shift, None, 1e-6)
-    found = layer_norm_fp8(*args, 1e-12)
-    for one, other in zip(found, row_quantise_fp8(layer_norm_fp32(*args), 1e-12), strict=True):
+    norm = (None, None, scale, None, shift, None, 1e-6)
+    codes = layer_norm_fp8(x, *norm, 1e-12)
+    for one, other in zip(codes, row_quantise_fp8(layer_norm_fp32(x, *norm), 1e-12), strict=True):
+        assert torch.equal(one.float(), other.float())
+    stream = (x.float() + update * gate).type_as(x)
+    found = add_layer_norm_fp8(x, update, gate, None, *norm, 1e-12)
+    expected = (stream, *layer_norm_fp8(stream, *norm, 1e-12))
+    for one, other in zip(found, expected, strict=True):
         assert torch.equal(one.float(), other.float())
 
 
