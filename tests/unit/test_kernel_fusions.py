@@ -19,6 +19,12 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in its own proces
 HALF = torch.float16
 
 
+@pytest.fixture(autouse=True)
+def _same_values_every_run():
+    # A share of codes is bounded, and few codes exceed it by chance.
+    torch.manual_seed(0)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="starts the process that this is")
 def test_all_kernels_in_the_interpreter():
     pytest.importorskip("triton")
