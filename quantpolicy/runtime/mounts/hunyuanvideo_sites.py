@@ -14,7 +14,7 @@ from diffusers.models.normalization import (
 )
 from torch import nn
 
-from quantpolicy.runtime.mounts.feed_forward import is_fp8, read_codes
+from quantpolicy.runtime.mounts.feed_forward import is_fp8
 from quantpolicy.runtime.mounts.hunyuanvideo import (
     ActivatedLinear,
     ContinuousNorm,
@@ -24,6 +24,7 @@ from quantpolicy.runtime.mounts.hunyuanvideo import (
     readers_of,
 )
 from quantpolicy.runtime.mounts.hunyuanvideo_attention import JointAttention
+from quantpolicy.runtime.mounts.quantised_norm import why_not_read_as_codes
 from quantpolicy.runtime.mounts.site import (
     Part,
     Rewrite,
@@ -179,12 +180,7 @@ def _why_not_codes(block: Part, is_single: bool) -> str:
         reason = reason or why_not_bypassed(ff) or why_not_bypassed(entry)
     if reason:
         return reason
-    readers = [readers_of(block, name) for name in (*first, *second)]
-    for linear in (linear for linears in readers for linear in linears):
-        reason = reason or why_not_bypassed(linear)
-    if not reason and not any(read_codes(linears) for linears in readers):
-        reason = "no norm is read by fp8 Linears in fused execution alone"
-    return reason
+    return why_not_read_as_codes([readers_of(block, name) for name in (*first, *second)])
 
 
 def _why_not_adaptive(norm: Part) -> str:

@@ -1,8 +1,9 @@
-"""An RMSNorm that only fp8 Linears read, in whichever block: it ends in their row quantisation."""
+"""A norm that only fp8 Linears read, in whichever block: it ends in their row quantisation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ def quantised_rows(
     shift: Tensor | None = None,
     index: Tensor | None = None,
 ) -> QuantisedRows:
-    """Return the codes of ``norm(x) * scale + shift``; see ``rms_norm_fp8``.
+    """Return the codes of ``norm(x) * scale + shift`` for an RMSNorm; see ``rms_norm_fp8``.
 
     Args:
         readers: Linears that read codes.
@@ -36,10 +37,20 @@ def is_read_as_codes(readers: Iterable[Readers]) -> bool:
     return any(read_codes(linears) for linears in readers)
 
 
+def why_not_read_as_codes(readers: Sequence[Readers]) -> str:
+    """Return why no norm can give its readers codes, "" when one can."""
+    for linear in chain.from_iterable(readers):
+        if reason := why_not_bypassed(linear):
+            return reason
+    if not is_read_as_codes(readers):
+        return "no norm is read by fp8 Linears in fused execution alone"
+    return ""
+
+
 def why_not_quantised(
-    norms: Iterable[Part], kind: type, between: Iterable[Part], readers: Iterable[Readers]
+    norms: Iterable[Part], kind: type, between: Iterable[Part], readers: Sequence[Readers]
 ) -> str:
-    """Return why codes cannot go from norms to Linears, "" when they can.
+    """Return why codes cannot go from RMSNorms to Linears, "" when they can.
 
     Args:
         kind: class of each norm.
@@ -51,6 +62,7 @@ def why_not_quantised(
             return f"a norm is no {kind.__name__} with a weight and an eps"
         if getattr(norm, "bias", None) is not None:
             return "a norm has a bias"
-    linears = [linear for each in readers for linear in each]
-    reasons = (why_not_bypassed(part) for part in (*norms, *between, *linears))
-    return next((reason for reason in reasons if reason), "")
+    for part in (*norms, *between):
+        if reason := why_not_bypassed(part):
+            return reason
+    return why_not_read_as_codes(readers)

@@ -11,7 +11,7 @@ from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanTransformerBlock
 from torch import nn
 
-from quantpolicy.runtime.mounts.feed_forward import read_codes
+from quantpolicy.runtime.mounts.quantised_norm import why_not_read_as_codes
 from quantpolicy.runtime.mounts.site import (
     Part,
     Site,
@@ -56,11 +56,7 @@ def _codes_site(name: str, block: Part, slot: str, norms: tuple[int, ...]) -> tu
         if not reason and former_class(attn.processor) is not WanAttnProcessor:
             reason = f"an attention processor is a {type(attn.processor).__name__}"
     readers = [readers_of(block, index) for index in norms]
-    for linear in (linear for linears in readers for linear in linears):
-        reason = reason or why_not_bypassed(linear)
-    if not reason and not any(read_codes(linears) for linears in readers):
-        reason = "no norm is read by fp8 Linears in fused execution alone"
-    return site, reason
+    return site, reason or why_not_read_as_codes(readers)
 
 
 def _quantises_site(name: str, block: Part) -> tuple[Site, str]:
