@@ -9,6 +9,7 @@ Arguments come as an op takes them: the inputs of the activation, [B, S, N] each
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -38,8 +39,10 @@ def beside(head: Tensor | None, rows: Tensor) -> Tensor:
 
 def fake_linear(*args: Any) -> Tensor:
     """Return the fake result of an op."""
-    x, weight = args[0], args[-4]
-    fake: Tensor = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    *rows, weight, _, _, _ = args
+    dtypes = [each.dtype for each in rows if each is not None]
+    x, dtype = rows[0], functools.reduce(torch.promote_types, dtypes)
+    fake: Tensor = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
     return fake
 
 

@@ -48,10 +48,11 @@ def add_layer_norm_fp8_reference(
     return (stream, *layer_norm_fp8_reference(stream, *others))
 
 
-def _fake(x: Tensor, *others: object) -> Result:
+def _fake(x: Tensor, update: Tensor, gate: Tensor | None = None, *others: object) -> Result:
     del others
+    dtype = x.dtype if gate is not None else torch.promote_types(x.dtype, update.dtype)
     codes = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
-    return x.new_empty(x.shape), codes, row_scales_like(x)
+    return x.new_empty(x.shape, dtype=dtype), codes, row_scales_like(x)
 
 
 def _why_not(
@@ -75,7 +76,7 @@ def launch_add_layer_norm_fp8(
 ) -> Result:
     """Run the kernel of the norms with a sum before and codes behind."""
     *norm, floor = others
-    stream, codes, row_scale = _fake(x)
+    stream, codes, row_scale = _fake(x, update)
     added = Sum(update, gate, gate_table, stream)
     norm_rows(codes, x, *norm, codes=Codes(row_scale, floor), added=added)
     return stream, codes, row_scale

@@ -107,14 +107,7 @@ class FusedLinear(nn.Linear):
 
     def forward(self, x: Tensor | QuantisedRows) -> Tensor:
         """Return ``x @ weight.T + bias`` over the quantised weight, in the dtype of ``x``."""
-        given = x.codes if isinstance(x, QuantisedRows) else x
-        if given.requires_grad and torch.is_grad_enabled():
-            raise KernelMountError(
-                self.name or "FusedLinear",
-                "a gradient is wanted through a quantised Linear",
-                allowed="fused execution serves inference only",
-                remedy="run under torch.no_grad(), or plan with execution='torchao'",
-            )
+        _refuse_gradient(self, x.codes if isinstance(x, QuantisedRows) else x)
         if isinstance(x, QuantisedRows):
             return self._of_codes(x)
         if torch.compiler.is_compiling():
@@ -130,6 +123,15 @@ class FusedLinear(nn.Linear):
         if torch.compiler.is_compiling():
             return traced_fp8_gemm(x.codes, x.scale, self.qdata, self.scale, self.bias, x.dtype)
         return fp8_gemm(x.codes, x.scale, *self._operands(), x.dtype)
+
+    def operands_for(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None, float]:
+        """Return data, scales, bias and floor for an op that does what this does, with more.
+
+        Args:
+            inputs: of the op; a gradient through them is refused as ``forward`` refuses it.
+        """
+        _refuse_gradient(self, *inputs)
+        return self.qdata, self.scale, self.bias, self.floor
 
     def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return data, scales and bias; an attribute of a module costs more than these look-ups."""
@@ -201,6 +203,16 @@ class FusedLinear(nn.Linear):
             for item in ("qdata", "scale", *self._extra_names):
                 own = getattr(self, item if item in ("qdata", "scale") else _EXTRA + item)
                 own.copy_(getattr(weight, item))
+
+
+def _refuse_gradient(linear: FusedLinear, *inputs: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        raise KernelMountError(
+            linear.name or "FusedLinear",
+            "a gradient is wanted through a quantised Linear",
+            allowed="fused execution serves inference only",
+            remedy="run under torch.no_grad(), or plan with execution='torchao'",
+        )
 
 
 def _checked_scheme(weight: Tensor, name: str) -> Scheme:

@@ -11,6 +11,8 @@ from torch import Tensor
 from quantpolicy.kernels.registry import HAS_TRITON
 
 MAX_COLUMNS = 16384
+# Samples lie along the second axis of a launch.
+MAX_BATCH = 65535
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -21,6 +23,8 @@ def why_not_rows(*rows: Tensor) -> str:
         return "activations are not [B, S, D] of one shape"
     if first.shape[-1] > MAX_COLUMNS:
         return f"rows are longer than {MAX_COLUMNS}"
+    if first.shape[0] > MAX_BATCH:
+        return f"there are more than {MAX_BATCH} samples"
     if any(x.stride(-1) != 1 for x in rows):
         return "channels are not contiguous"
     return ""

@@ -125,6 +125,42 @@ for flags in ("modulated", "added", "gated", "by_token", "gated by_token", "rows
 """
 
 
+ACTIVATED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from quantpolicy.kernels.gelu_fp8_linear import _gelu_quantise_kernel
+from quantpolicy.kernels.row_tiles import tiles_for
+from quantpolicy.kernels.swiglu_fp8_linear import _swiglu_quantise_kernel
+
+for kernel, head, columns in (
+    (_gelu_quantise_kernel, 0, 14336),
+    (_gelu_quantise_kernel, 3072, 12288),
+    (_swiglu_quantise_kernel, 0, 10240),
+    (_swiglu_quantise_kernel, 6144, 18432),
+):
+    warps, tile, number = tiles_for(head + columns)
+    constants = {"N": head, "K": head + columns, "TILE": tile, "TILES": number}
+    constants["EXACT_DIVISION"] = False
+    pointers = [name for name in kernel.arg_names if name.endswith("_ptr")]
+    strides = [name for name in kernel.arg_names if name.endswith("_stride")]
+    signature = dict.fromkeys(strides, "i32") | dict.fromkeys(pointers, "*bf16")
+    signature |= {"q_ptr": "*fp8e4nv", "scale_ptr": "*fp32", "floor": "fp32"}
+    signature |= {name: "constexpr" for name in constants}
+    attributes = {
+        (kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers + strides
+    }
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": warps},
+    )
+    ptx = compiled.asm["ptx"]
+    # The exponential in one instruction, eight values a load, codes two an instruction.
+    print(*("ex2.approx.ftz" in ptx, "ld.global.v4" in ptx, "satfinite.e4m3x2" in ptx))
+"""
+
+
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.parametrize(
     ("script", "expected"),
@@ -132,8 +168,9 @@ for flags in ("modulated", "added", "gated", "by_token", "gated by_token", "rows
         (GEMMS, ["True True"] * 3),
         (NORM, ["True True 8", "False True 6"]),
         (LAYER_NORM, ["True True"] * 3 + ["False True"] * 2 + ["True False"]),
+        (ACTIVATED, ["True True True"] * 4),
     ],
-    ids=["gemms", "norm", "layer norm"],
+    ids=["gemms", "norm", "layer norm", "activated"],
 )
 def test_compiles_for_hopper(script: str, expected: list[str]) -> None:
     environment = {name: value for name, value in os.environ.items() if "TRITON" not in name}

@@ -16,6 +16,7 @@ from quantpolicy.runtime.mounts.site import (
     Site,
     Sites,
     former_class,
+    is_unhooked,
     why_not_bypassed,
     why_not_plain,
 )
@@ -34,11 +35,11 @@ class QuantisedFeedForward(Rewrite):
     def forward(self: Part, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return the rows after the last Linear."""
         last = self.net[2]
-        if not (self.quantises and is_fp8(last)) or drops(self):
+        if not (self.quantises and is_free_fp8(last, self.net[0])) or drops(self):
             plain: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
             return plain
         rows = self.net[0].proj(hidden_states)
-        return gelu_fp8_linear(rows, None, last.qdata, last.scale, last.bias, last.floor)
+        return gelu_fp8_linear(rows, None, *last.operands_for(rows))
 
 
 def drops(ff: Part) -> bool:
@@ -49,6 +50,11 @@ def drops(ff: Part) -> bool:
 def is_fp8(linear: Part) -> bool:
     """Return whether a Linear is an fp8 one in fused execution."""
     return isinstance(linear, FusedLinear) and linear.scheme is Scheme.FP8
+
+
+def is_free_fp8(linear: Part, *before: Part) -> bool:
+    """Return whether an op can do what an fp8 Linear and modules before it do, without them."""
+    return is_fp8(linear) and is_unhooked(linear, *before)
 
 
 def read_codes(linears: Iterable[Part]) -> bool:

@@ -21,7 +21,7 @@ from diffusers.models.transformers.transformer_z_image import FeedForward as ZIm
 from torch import Tensor, nn
 
 from quantpolicy.kernels.swiglu_fp8_linear import swiglu_fp8_linear
-from quantpolicy.runtime.mounts.feed_forward import drops, is_fp8
+from quantpolicy.runtime.mounts.feed_forward import drops, is_fp8, is_free_fp8
 from quantpolicy.runtime.mounts.site import (
     Part,
     Rewrite,
@@ -50,7 +50,7 @@ class GatedFeedForward(Gated):
     def forward(self: Part, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return the rows after the last Linear."""
         last = self.net[2]
-        if not (self.quantises and is_fp8(last)) or drops(self):
+        if not (self.quantises and is_free_fp8(last, self.net[0])) or drops(self):
             plain: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
             return plain
         value, gate = self.net[0].proj(hidden_states).chunk(2, dim=-1)
@@ -62,7 +62,7 @@ class Flux2GatedFeedForward(Gated):
 
     def forward(self: Part, x: Tensor) -> Tensor:
         """Return the rows after the last Linear."""
-        if not (self.quantises and is_fp8(self.linear_out)):
+        if not (self.quantises and is_free_fp8(self.linear_out, self.act_fn)):
             plain: Tensor = super().forward(x)  # type: ignore[misc]
             return plain
         gate, value = _halves(self.linear_in(x))
@@ -74,7 +74,7 @@ class ZImageGatedFeedForward(Gated):
 
     def forward(self: Part, x: Tensor) -> Tensor:
         """Return the rows after the last Linear."""
-        if not (self.quantises and is_fp8(self.w2)):
+        if not (self.quantises and is_free_fp8(self.w2)):
             plain: Tensor = super().forward(x)  # type: ignore[misc]
             return plain
         gate, value = self.w1(x), self.w3(x)
@@ -92,7 +92,7 @@ class Flux2ParallelProcessor(Gated):
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Return the rows after the last Linear."""
-        if not (self.quantises and is_fp8(attn.to_out)):
+        if not (self.quantises and is_free_fp8(attn.to_out, attn.mlp_act_fn)):
             plain: Tensor = super().__call__(  # type: ignore[misc]
                 attn, hidden_states, attention_mask, image_rotary_emb
             )
@@ -127,7 +127,7 @@ def _halves(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _multiplied(last: Part, value: Tensor, gate: Tensor, head: Tensor | None = None) -> Tensor:
-    return swiglu_fp8_linear(value, gate, head, last.qdata, last.scale, last.bias, last.floor)
+    return swiglu_fp8_linear(value, gate, head, *last.operands_for(value, gate, head))
 
 
 # Each class with a gate before its last Linear: its rewrite, and what holds the gate (None: the

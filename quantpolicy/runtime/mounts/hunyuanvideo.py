@@ -16,9 +16,9 @@ from quantpolicy.kernels.layer_norm_modulate import layer_norm_modulate
 from quantpolicy.kernels.linear_gelu import linear_gelu
 from quantpolicy.kernels.quantised_rows import QuantisedRows
 from quantpolicy.kernels.split_linear import split_linear
-from quantpolicy.runtime.mounts.feed_forward import is_fp8, read_codes
+from quantpolicy.runtime.mounts.feed_forward import is_free_fp8, read_codes
 from quantpolicy.runtime.mounts.hunyuanvideo_attention import Rotary
-from quantpolicy.runtime.mounts.site import Part, Rewrite, is_dense
+from quantpolicy.runtime.mounts.site import Part, Rewrite, is_free_dense, is_unhooked
 
 
 class DualBlock(Rewrite):
@@ -128,18 +128,17 @@ class SingleBlock(Rewrite):
 
     def _project(self: Part, normed: Tensor | QuantisedRows, attended: Tensor) -> Tensor:
         last = self.proj_out
-        if self.quantises and is_fp8(last):
-            return gelu_fp8_linear(
-                self.proj_mlp(normed), attended, last.qdata, last.scale, last.bias, last.floor
-            )
+        if self.quantises and is_free_fp8(last, self.act_mlp):
+            rows = self.proj_mlp(normed)
+            return gelu_fp8_linear(rows, attended, *last.operands_for(rows, attended))
         mlp = self._mlp(normed)
-        if self.splits and is_dense(last):
+        if self.splits and is_free_dense(last):
             return split_linear(attended, mlp, last.weight, last.bias)
         projected: Tensor = last(torch.cat([attended, mlp], dim=2))
         return projected
 
     def _mlp(self: Part, normed: Tensor | QuantisedRows) -> Tensor:
-        if self.activates and isinstance(normed, Tensor) and is_dense(self.proj_mlp):
+        if self.activates and isinstance(normed, Tensor) and is_free_dense(self.proj_mlp):
             return linear_gelu(normed, self.proj_mlp.weight, self.proj_mlp.bias)
         activated: Tensor = self.act_mlp(self.proj_mlp(normed))
         return activated
@@ -197,7 +196,7 @@ class ActivatedLinear(Rewrite):
 
     def forward(self: Part, hidden_states: Tensor) -> Tensor:
         """Return the activated rows."""
-        if self.activates and is_dense(self.proj):
+        if self.activates and is_free_dense(self.proj):
             return linear_gelu(hidden_states, self.proj.weight, self.proj.bias)
         activated: Tensor = super().forward(hidden_states)  # type: ignore[misc]
         return activated
@@ -216,7 +215,7 @@ def readers_of(block: Part, name: str) -> tuple[Part, ...]:
 
 def floor_of_codes(block: Part, name: str) -> float | None:
     """Return the activation floor of what reads a norm's codes, None where it is to give rows."""
-    if not block.quantises_norms:
+    if not (block.quantises_norms and is_unhooked(block._modules[name])):
         return None
     readers = readers_of(block, name)
     floor: float | None = readers[0].floor if read_codes(readers) else None
@@ -250,7 +249,7 @@ def quantised(norm: Part, x: Tensor, scale: Tensor, shift: Tensor, floor: float)
 
 def modulated(norm: Part, x: Tensor, scale: Tensor, shift: Tensor, fused: bool) -> Tensor:
     """Norm, scale and shift, in one op or as diffusers does."""
-    if fused:
+    if fused and is_unhooked(norm):
         return layer_norm_modulate(x, scale, shift, norm.eps)
     result: Tensor = norm(x) * (1 + scale[:, None]) + shift[:, None]
     return result

@@ -14,7 +14,7 @@ from quantpolicy.kernels.qk_norm_rope_pack import qk_norm_rope_pack
 from quantpolicy.kernels.qk_rms_norm import qk_rms_norm
 from quantpolicy.kernels.quantised_rows import QuantisedRows
 from quantpolicy.kernels.rope_qkv_pack import rope_qkv_pack, rope_qkv_pack_reference
-from quantpolicy.runtime.mounts.site import Part, Rewrite
+from quantpolicy.runtime.mounts.site import Part, Rewrite, is_unhooked
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -88,13 +88,17 @@ class JointAttention(Rewrite):
         rotary: Rotary | None,
     ) -> list[Tensor]:
         """Return normed, rotated and packed Q, K, V: [B, S + T, H, D]."""
-        if self.packs and self.norms and rotary is not None:
+        (query, key, value), (text_q, text_k, text_v) = image, texts
+        norms = [attn.norm_q, attn.norm_k]
+        if text_q is not None:
+            norms += [attn.norm_added_q, attn.norm_added_k]
+        fused = self.norms and is_unhooked(*norms)
+        if self.packs and fused and rotary is not None:
             packed: list[Tensor] = self._in_one_pass(attn, image, texts, rotary)
             return packed
-        (query, key, value), (text_q, text_k, text_v) = image, texts
-        query, key = self._norm(query, key, attn.norm_q, attn.norm_k)
+        query, key = _normed(query, key, norms[:2], fused)
         if text_q is not None and text_k is not None:
-            text_q, text_k = self._norm(text_q, text_k, attn.norm_added_q, attn.norm_added_k)
+            text_q, text_k = _normed(text_q, text_k, norms[2:], fused)
         if rotary is None:
             pairs = ((query, text_q), (key, text_k), (value, text_v))
             return [x if text is None else torch.cat([x, text], dim=1) for x, text in pairs]
@@ -122,17 +126,15 @@ class JointAttention(Rewrite):
         )
         return packed if has_text else [*packed, image[2]]
 
-    def _norm(
-        self: Part, query: Tensor, key: Tensor, norm_q: Part, norm_k: Part
-    ) -> tuple[Tensor, Tensor]:
-        if self.norms:
-            assert norm_q is not None
-            assert norm_k is not None
-            return qk_rms_norm(query, key, norm_q.weight, norm_k.weight, norm_q.eps)
-        return (
-            norm_q(query) if norm_q is not None else query,
-            norm_k(key) if norm_k is not None else key,
-        )
+
+def _normed(query: Tensor, key: Tensor, norms: list[Part], fused: bool) -> tuple[Tensor, Tensor]:
+    norm_q, norm_k = norms
+    if fused:
+        return qk_rms_norm(query, key, norm_q.weight, norm_k.weight, norm_q.eps)
+    return (
+        norm_q(query) if norm_q is not None else query,
+        norm_k(key) if norm_k is not None else key,
+    )
 
 
 def _heads(x: Tensor, attn: Part) -> Tensor:

@@ -19,7 +19,7 @@ from quantpolicy.kernels.scale_add_rms_norm import scale_add_rms_norm
 from quantpolicy.kernels.swiglu import swiglu
 from quantpolicy.kernels.swiglu_linear import swiglu_linear
 from quantpolicy.runtime.mounts.shared_weights import adjacent, qkv_of, share_storage
-from quantpolicy.runtime.mounts.site import Part, Rewrite, is_dense
+from quantpolicy.runtime.mounts.site import Part, Rewrite, is_free_dense, is_unhooked
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -44,12 +44,12 @@ class DecoderBlock(Rewrite):
     def forward(self: Part, hidden_states: Tensor, rotary_emb: Rotary | None = None) -> Tensor:
         """Return the residual stream after the block."""
         dtype = self.attn.to_q.weight.dtype
-        if self.norms:
+        if self.norms and is_unhooked(self.norm1):
             normed = rms_norm(hidden_states, self.norm1.weight, self.norm1.eps, dtype)
         else:
             normed = self.norm1(hidden_states.float()).to(dtype)
         update = self.attn(normed, rotary_emb)
-        if self.adds and update.dtype is dtype:
+        if self.adds and update.dtype is dtype and is_unhooked(self.norm2):
             stream, normed = scale_add_rms_norm(
                 hidden_states, update, self.scale1, self.norm2.weight, self.norm2.eps
             )
@@ -142,7 +142,7 @@ class GatedLinear(Rewrite):
 
     def forward(self: Part, hidden_states: Tensor) -> Tensor:
         """Return the gated rows."""
-        if self.gates and is_dense(self.proj):
+        if self.gates and is_free_dense(self.proj):
             return swiglu_linear(hidden_states, self.proj.weight, self.proj.bias)
         result: Tensor = super().forward(hidden_states)  # type: ignore[misc]
         return result
@@ -195,7 +195,7 @@ def separate_projection(attn: Part, x: Tensor) -> tuple[Tensor, ...]:
 def fused_projection(attn: Part, x: Tensor) -> tuple[Tensor, ...]:
     """Return Q, K and V as views of one GEMM's result, where their weights share a storage."""
     linears = qkv_of(attn)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not is_unhooked(*linears):
         return separate_projection(attn, x)
     weight = adjacent([linear.weight for linear in linears])
     bias = adjacent([linear.bias for linear in linears])

@@ -11,7 +11,7 @@ from torch import Tensor
 from quantpolicy.kernels.quantised_rows import QuantisedRows
 from quantpolicy.runtime.mounts.feed_forward import read_codes
 from quantpolicy.runtime.mounts.quantised_norm import Readers, quantised_rows
-from quantpolicy.runtime.mounts.site import Part, Rewrite
+from quantpolicy.runtime.mounts.site import Part, Rewrite, is_unhooked
 
 # Tables [R, D] of shift and scale.
 Tables = tuple[Tensor, Tensor]
@@ -42,11 +42,11 @@ class RefinerBlock(Rewrite):
         tables: Tables | None = None,
         index: Tensor | None = None,
     ) -> Tensor | QuantisedRows:
+        gives_codes = self.quantises and read_codes(readers) and is_unhooked(norm)
         if tables is None or index is None:
-            codes = self.quantises and read_codes(readers)
-            return quantised_rows(norm, x, readers) if codes else norm(x)
+            return quantised_rows(norm, x, readers) if gives_codes else norm(x)
         shift, scale = tables
-        if self.quantises and read_codes(readers):
+        if gives_codes:
             return quantised_rows(norm, x, readers, 1.0 + scale, shift, index)
         modulated: Tensor = norm(x) * (1.0 + scale.index_select(0, index))
         return modulated + shift.index_select(0, index)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -20,6 +20,7 @@ Part = Any
 
 _FORMER = "_quantpolicy_former"
 _SLOTS = "_quantpolicy_slots"
+_FORWARD = "_quantpolicy_forward"
 
 
 class Rewrite:
@@ -111,7 +112,26 @@ def _subclass(former: type, slots: tuple[tuple[str, Slot], ...]) -> type:
     rewrites = dict.fromkeys(slot.rewrite for _, slot in slots)
     body: dict[str, object] = {name: True for name, _ in slots}
     body |= {_FORMER: former, _SLOTS: slots, "__module__": former.__module__}
-    return type(former.__name__, (*rewrites, former), body)
+    subclass: Any = type(former.__name__, (*rewrites, former), body)
+    if any(hasattr(rewrite, "forward") for rewrite in rewrites):
+        setattr(subclass, _FORWARD, subclass.forward)
+        subclass.forward = _switching_forward(former)
+    return cast("type", subclass)
+
+
+def _switching_forward(former: Any) -> Callable[..., Any]:
+    """Return a forward that runs the one of the class that an object has when it is called.
+
+    Hooks that replace a forward keep the method that they found, and call it after an unmount too.
+    """
+
+    @functools.wraps(former.forward)
+    def forward(self: Part, *args: Any, **kwargs: Any) -> Any:
+        current = type(self)
+        return getattr(current, _FORWARD, current.forward)(self, *args, **kwargs)
+
+    setattr(forward, _FORWARD, True)
+    return forward
 
 
 def why_not_plain(module: Part) -> str:
@@ -119,7 +139,7 @@ def why_not_plain(module: Part) -> str:
 
     A forward that a hook has replaced on the object is not the class's own.
     """
-    if "forward" in vars(module):
+    if _is_replaced(module):
         return "its forward is replaced on the object (an offloading or caching hook)"
     return ""
 
@@ -128,14 +148,36 @@ def why_not_bypassed(module: Part) -> str:
     """Return why a module cannot be computed without its own call, "" when it can."""
     if module._forward_hooks or module._forward_pre_hooks:
         return f"a {type(module).__name__} inside it has hooks"
-    if "forward" in vars(module):
+    if _is_replaced(module):
         return f"the forward of a {type(module).__name__} inside it is replaced"
     return ""
+
+
+def _is_replaced(module: Part) -> bool:
+    """Return whether an object has a forward that is not its class's; removed hooks leave that."""
+    if "forward" not in vars(module):
+        return False
+    own = getattr(vars(module)["forward"], "__func__", None)
+    return own is not type(module).forward and not hasattr(own, _FORWARD)
+
+
+def is_unhooked(*modules: Part) -> bool:
+    """Return whether modules can still be computed without their own calls.
+
+    Asked at every call: hooks that offload weights may come after a mount, and what reads weights
+    past them reads none.
+    """
+    return not any(why_not_bypassed(module) for module in modules)
 
 
 def is_dense(linear: Part) -> bool:
     """Return whether a Linear is still a plain one: it can be quantised while this is mounted."""
     return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter
+
+
+def is_free_dense(linear: Part) -> bool:
+    """Return whether an op can do what a plain Linear does, without its call."""
+    return is_dense(linear) and is_unhooked(linear)
 
 
 class Conflicts:

@@ -21,7 +21,7 @@ from quantpolicy.kernels.quantised_rows import QuantisedRows
 from quantpolicy.kernels.rms_norm import rms_norm
 from quantpolicy.kernels.token_rows import full_vector
 from quantpolicy.runtime.mounts.feed_forward import read_codes
-from quantpolicy.runtime.mounts.site import Part, Rewrite
+from quantpolicy.runtime.mounts.site import Part, Rewrite, is_unhooked
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -80,7 +80,7 @@ class Block(Rewrite):
         shift: Vector | None = None,
     ) -> tuple[Tensor, Tensor | QuantisedRows]:
         norm = self._modules[_NORMS[index]]
-        if self.adds and isinstance(norm, nn.LayerNorm):
+        if self.adds and isinstance(norm, nn.LayerNorm) and is_unhooked(norm):
             readers = readers_of(self, index)
             if read_codes(readers):
                 added = (stream, update, *(gate or NO_VECTOR))
@@ -89,7 +89,7 @@ class Block(Rewrite):
                 stream, codes, row_scale = add_layer_norm_fp8(
                     *added, *affine, *modulation, norm.eps, readers[0].floor
                 )
-                return stream, QuantisedRows(codes, row_scale, update.dtype)
+                return stream, QuantisedRows(codes, row_scale, stream.dtype)
         stream = stream + update if gate is None else self._added(stream, update, gate)
         return stream, self._normed(index, stream, scale, shift)
 
@@ -101,7 +101,7 @@ class Block(Rewrite):
         shift: Vector | None = None,
     ) -> Tensor | QuantisedRows:
         norm = self._modules[_NORMS[index]]
-        if isinstance(norm, nn.LayerNorm):
+        if isinstance(norm, nn.LayerNorm) and is_unhooked(norm):
             modulation = (*(scale or NO_VECTOR), *(shift or NO_VECTOR))
             args = (x, norm.weight, norm.bias, *modulation, norm.eps)
             if self.quantises:
@@ -125,7 +125,7 @@ def readers_of(block: Part, index: int) -> tuple[Part, ...]:
     """Return the Linears that read the result of one of a block's three norms."""
     if index == 0:
         attn = block.attn1
-        return attn.to_q, attn.to_k, attn.to_v
+        return (attn.to_qkv,) if attn.fused_projections else (attn.to_q, attn.to_k, attn.to_v)
     return (block.attn2.to_q if index == 1 else block.ffn.net[0].proj,)
 
 
@@ -176,11 +176,12 @@ class Attention(Rewrite):
     ) -> tuple[Tensor, Tensor]:
         """Norm queries and keys over all heads and rotate them; return [B, S, H, D]."""
         norm_q, norm_k = attn.norm_q, attn.norm_k
-        if rotary is not None and self.rotates:
+        is_free = is_unhooked(norm_q, norm_k)
+        if rotary is not None and self.rotates and is_free:
             return qk_norm_rope_across_heads(
                 query, key, norm_q.weight, norm_k.weight, *rotary, norm_q.eps
             )
-        if rotary is None and self.norms:
+        if rotary is None and self.norms and is_free:
             query = rms_norm(query, norm_q.weight, norm_q.eps, query.dtype)
             key = rms_norm(key, norm_k.weight, norm_k.eps, key.dtype)
         else:

@@ -13,7 +13,7 @@ from torch import Tensor
 from quantpolicy.kernels.quantised_rows import QuantisedRows
 from quantpolicy.runtime.mounts.feed_forward import read_codes
 from quantpolicy.runtime.mounts.quantised_norm import Readers, quantised_rows
-from quantpolicy.runtime.mounts.site import Part, Rewrite
+from quantpolicy.runtime.mounts.site import Part, Rewrite, is_unhooked
 
 
 class Block(Rewrite):
@@ -52,7 +52,7 @@ class Block(Rewrite):
     def _normed(
         self: Part, norm: Part, x: Tensor, readers: Readers, scale: Tensor | None
     ) -> Tensor | QuantisedRows:
-        if self.quantises and read_codes(readers):
+        if self.quantises and read_codes(readers) and is_unhooked(norm):
             return quantised_rows(norm, x, readers, scale)
         normed: Tensor = norm(x)
         return normed if scale is None else normed * scale

@@ -1,0 +1,164 @@
+"""Mounted models under offload hooks that come later, on a CPU: exact, and given back exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from accelerate.hooks import remove_hook_from_submodules
+from diffusers.hooks import apply_group_offloading
+from fused_plans import is_equal, run
+from torch import Tensor, nn
+
+from quantpolicy.errors import KernelMountError
+from quantpolicy.kernels.linear import FusedLinear
+from quantpolicy.measure.tiny import build_tiny
+from quantpolicy.ops import MOUNTABLE
+from quantpolicy.runtime.mount import mount, unmount
+from quantpolicy.runtime.mounts.site import is_unhooked
+from quantpolicy.runtime.weights import quantise_weight
+from quantpolicy.schemes import Scheme
+
+CPU = torch.device("cpu")
+FLUX, Z_IMAGE, MINIMAX, HUNYUAN = "flux.2-dev", "z-image", "minimax-h3", "hunyuanvideo"
+WAN, WAN_IMAGE = "wan2.2-ti2v-5b", "wan2.1-i2v-14b"
+QUANTISED = (
+    "gelu_fp8_linear",
+    "swiglu_fp8_linear",
+    "layer_norm_fp8",
+    "add_layer_norm_fp8",
+    "rms_norm_fp8",
+)
+
+
+@pytest.fixture
+def fused(settings):
+    """Return a function that quantises the Linears of a model's blocks, modulation left out."""
+
+    def fuse_blocks(model: nn.Module) -> None:
+        for name, module in list(model.named_modules()):
+            *owners, _ = name.split(".") if name else ["", ""]
+            in_block = any(owner.isdecimal() for owner in owners)
+            is_modulation = any("norm" in owner or "adaln" in owner.lower() for owner in owners)
+            if in_block and not is_modulation and type(module) is nn.Linear:
+                sizes = (module.in_features, module.out_features)
+                if module.weight.dtype is torch.bfloat16 and all(size % 16 == 0 for size in sizes):
+                    weight = quantise_weight(module.weight, Scheme.FP8, settings[Scheme.FP8])
+                    module.weight = nn.Parameter(weight, requires_grad=False)
+                    FusedLinear.adopt(module)
+
+    return fuse_blocks
+
+
+def hook(model: nn.Module, kind: str) -> None:
+    if kind == "accelerate":
+        cpu_offload(model, execution_device=CPU)
+    else:
+        apply_group_offloading(model, CPU, CPU, offload_type=kind, num_blocks_per_group=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "is_fused"),
+    [
+        *((family, True) for family in (FLUX, Z_IMAGE, MINIMAX, HUNYUAN, WAN, WAN_IMAGE)),
+        *((family, False) for family in (HUNYUAN, "hunyuanvideo-1.5", WAN)),
+    ],
+)
+@pytest.mark.parametrize("kind", ["accelerate", "block_level", "leaf_level"])
+def test_hooks_after_a_mount(family, is_fused, kind, fused):
+    model, inputs = build_tiny(family)
+    ops = MOUNTABLE
+    if is_fused:
+        fused(model)
+        ops = QUANTISED
+    stock = run(model, inputs)
+    mounted = mount(model, ops).mounted
+    assert mounted
+    relaxed = run(model, inputs)
+    hook(model, kind)
+    # A norm whose weight comes with its own call gives the rows that the model computes.
+    hooked = run(model, inputs)
+    assert is_equal(hooked, stock) or is_equal(hooked, relaxed)
+    unmount(model)
+    assert is_equal(run(model, inputs), stock)
+    if kind == "accelerate":
+        remove_hook_from_submodules(model)
+        assert is_equal(run(model, inputs), stock)
+        assert mount(model, ops).mounted == mounted
+        assert is_equal(run(model, inputs), relaxed)
+
+
+@pytest.mark.parametrize("family", [FLUX, Z_IMAGE, MINIMAX, HUNYUAN, WAN])
+def test_hooks_removed_before_the_mount_comes_off(family, fused):
+    model, inputs = build_tiny(family)
+    fused(model)
+    stock = run(model, inputs)
+    mount(model, QUANTISED)
+    relaxed = run(model, inputs)
+    cpu_offload(model, execution_device=CPU)
+    remove_hook_from_submodules(model)
+    assert is_equal(run(model, inputs), relaxed)
+    unmount(model)
+    assert is_equal(run(model, inputs), stock)
+
+
+def test_what_counts_as_a_hook():
+    linear = nn.Linear(2, 2)
+    assert is_unhooked(linear)
+    linear.forward = linear.forward
+    assert is_unhooked(linear)
+    linear.forward = print
+    assert not is_unhooked(nn.Identity(), linear)
+    del linear.forward
+    handle = linear.register_forward_pre_hook(lambda *_: None)
+    assert not is_unhooked(linear)
+    handle.remove()
+    assert is_unhooked(linear)
+
+
+@pytest.mark.parametrize(
+    ("family", "op"),
+    [(WAN, "gelu_fp8_linear"), (MINIMAX, "swiglu_fp8_linear"), (FLUX, "swiglu_fp8_linear")],
+)
+def test_a_gradient_through_a_fused_activation_is_refused(family, op, fused):
+    model, _ = build_tiny(family)
+    fused(model)
+    if family == FLUX:
+        ff = model.transformer_blocks[0].ff
+        owner, name = ff, "linear_in"
+    else:
+        ff = model.blocks[0].ffn if family == WAN else model.transformer_blocks[0].ff
+        owner, name = ff.net[0], "proj"
+
+    class Scaled(nn.Module):
+        def __init__(self, base: nn.Module) -> None:
+            super().__init__()
+            self.base, self.factor = base, nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) * self.factor
+
+    base = getattr(owner, name)
+    setattr(owner, name, Scaled(base))
+    x = torch.randn(1, 5, base.in_features, dtype=torch.bfloat16)
+    with torch.no_grad():
+        before = ff(x)
+    assert op in mount(model, (op,)).mounted
+    with pytest.raises(KernelMountError, match="a gradient is wanted through a quantised Linear"):
+        ff(x)
+    with torch.no_grad():
+        assert torch.equal(ff(x), before)
+
+
+@pytest.mark.parametrize("family", [WAN, WAN_IMAGE])
+@pytest.mark.parametrize("is_mounted", [True, False])
+def test_projections_of_wan_that_diffusers_fuses(family, is_mounted, fused):
+    model, inputs = build_tiny(family)
+    fused(model)
+    before = run(model, inputs)
+    if is_mounted:
+        mount(model, QUANTISED)
+    model.fuse_qkv_projections()
+    assert set(mount(model, QUANTISED).mounted) >= {"layer_norm_fp8", "add_layer_norm_fp8"}
+    assert type(model.blocks[0].attn1.to_qkv) is nn.Linear
+    assert is_equal(run(model, inputs), before)
