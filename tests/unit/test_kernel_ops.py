@@ -117,6 +117,42 @@ def test_opcheck(name):
     torch.library.opcheck(op, arguments()[name], test_utils=tests)
 
 
+def on_meta(*args: object) -> list[object]:
+    return [each.to("meta") if isinstance(each, Tensor) else each for each in args]
+
+
+def test_fakes_of_mixed_dtypes_are_what_the_references_give():
+    codes, scale = noise(32, 128).to(torch.float8_e4m3fn), torch.rand(32, 1)
+    x, wide = noise(2, 5, 64), torch.randn(2, 5, 64)
+    linear = (codes, scale, None, 1e-12)
+    plain = [None] * 6
+    for op, args in (
+        (gelu_fp8_linear, (x, wide, *linear)),
+        (swiglu_fp8_linear, (x, x, wide, *linear)),
+        (swiglu_fp8_linear, (x, wide, x, *linear)),
+        (add_layer_norm_fp8, (x, wide, None, None, *plain, 1e-6, 1e-12)),
+        (add_layer_norm_fp8, (wide, x, None, None, *plain, 1e-6, 1e-12)),
+    ):
+        found, fake = op(*args), op(*on_meta(*args))
+        first, fake_first = (
+            each if isinstance(each, Tensor) else each[0] for each in (found, fake)
+        )
+        assert first.dtype is fake_first.dtype is torch.float32
+        assert first.shape == fake_first.shape
+    gated = (x, wide, torch.randn(64), None, *plain, 1e-6, 1e-12)
+    assert add_layer_norm_fp8(*gated)[0].dtype is BF16
+    assert add_layer_norm_fp8(*on_meta(*gated))[0].dtype is BF16
+
+
+def test_more_samples_than_a_launch_has_are_declined():
+    x = torch.zeros(1, 1, 8, dtype=BF16)
+    norm = (None, None, None, None, 1e-5, 1e-12)
+    assert why_not_rms_norm_fp8(x.expand(65535, 1, 8), *norm) == ""
+    reason = "there are more than 65535 samples"
+    assert why_not_rms_norm_fp8(x.expand(65536, 1, 8), *norm) == reason
+    assert why_not_layer_norm(x.expand(65536, 1, 8), *[None] * 6, 1e-6) == reason
+
+
 def test_single_stream_variants():
     q, k, *_ = packed()
     cos, sin = torch.randn(5, 64), torch.randn(5, 64)
