@@ -14,6 +14,7 @@ from quantpolicy.runtime import apply_plan
 from quantpolicy.runtime.joined import join_linears
 from quantpolicy.runtime.mount import mount, mounted_ops, unmount
 from quantpolicy.runtime.mounts import hunyuanvideo
+from quantpolicy.runtime.mounts.site import former_class
 from quantpolicy.runtime.weights import quantise_weight
 from quantpolicy.schemes import Scheme
 
@@ -248,3 +249,14 @@ def test_compiled_blocks_stay_one_graph(family, fused):
         torch.testing.assert_close(output(model, inputs), before, rtol=0.02, atol=0.02)
     finally:
         torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_processor_exchanged_later_gets_rows(family, fused, rounded_once):
+    model, inputs = build_tiny(family)
+    fused(model)
+    mount(model, (OP, *ROWS, "rope_qkv_pack"))
+    before = output(model, inputs)
+    for block in (*model.transformer_blocks, *single_blocks(model)):
+        block.attn.processor = former_class(block.attn.processor)()
+    assert torch.equal(output(model, inputs), before)

@@ -150,7 +150,8 @@ class SingleBlock(Rewrite):
         mask: Tensor | None,
         rotary: Rotary | None,
     ) -> Tensor:
-        if isinstance(normed, QuantisedRows) or (self.joins and rotary is not None):
+        joins = self.joins and rotary is not None and _does(self.attn.processor, "packs")
+        if isinstance(normed, QuantisedRows) or joins:
             # The tables have a row for each image token: those behind them are text.
             update: Tensor = self.attn(
                 hidden_states=normed, attention_mask=mask, image_rotary_emb=rotary
@@ -217,9 +218,16 @@ def floor_of_codes(block: Part, name: str) -> float | None:
     """Return the activation floor of what reads a norm's codes, None where it is to give rows."""
     if not (block.quantises_norms and is_unhooked(block._modules[name])):
         return None
+    if not (name.startswith("norm2") or _does(block.attn.processor, "takes_codes")):
+        return None
     readers = readers_of(block, name)
     floor: float | None = readers[0].floor if read_codes(readers) else None
     return floor
+
+
+def _does(processor: Part, slot: str) -> bool:
+    """Return whether a processor has a slot in use: one that was exchanged later has none."""
+    return getattr(processor, slot, False) is True
 
 
 def adapted(
