@@ -341,3 +341,13 @@ def test_compiled_blocks_stay_one_graph(family):
         torch.testing.assert_close(output(model, inputs), before, rtol=0.02, atol=0.02)
     finally:
         torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_mounted_class_has_code_of_its_own(family):
+    """A compiler keeps a limited number of graphs of one code object."""
+    model, _ = build_tiny(family)
+    mount(model, ("attention_trim", *EXACT))
+    mounted = {type(module) for module in model.modules() if site.mounted_slots(module)}
+    assert len({kind.forward.__code__ for kind in mounted}) == len(mounted) > 0
+    assert {kind.forward.__code__.co_name for kind in mounted} == {k.__name__ for k in mounted}

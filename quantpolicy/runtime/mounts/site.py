@@ -125,13 +125,14 @@ def _switching_forward(former: Any) -> Callable[..., Any]:
     Hooks that replace a forward keep the method that they found, and call it after an unmount too.
     """
 
-    @functools.wraps(former.forward)
     def forward(self: Part, *args: Any, **kwargs: Any) -> Any:
         current = type(self)
         return getattr(current, _FORWARD, current.forward)(self, *args, **kwargs)
 
+    # A compiler keeps what it compiled by code object, and so many graphs of each.
+    forward.__code__ = forward.__code__.replace(co_name=former.__name__)
     setattr(forward, _FORWARD, True)
-    return forward
+    return functools.update_wrapper(forward, former.forward)
 
 
 def why_not_plain(module: Part) -> str:
