@@ -7,10 +7,10 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from mounted import classes, fuse
 from torch import nn
 
 from quantpolicy.errors import KernelMountError
-from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.kernels.registry import DISABLE_VARIABLE, is_disabled
 from quantpolicy.measure.tiny import build_tiny
 from quantpolicy.ops import MOUNTABLE, OPS
@@ -18,8 +18,7 @@ from quantpolicy.plan import PlannedKernel
 from quantpolicy.runtime.joined import join_linears
 from quantpolicy.runtime.mount import mount, mount_planned, mounted_ops, unmount
 from quantpolicy.runtime.mounts import site
-from quantpolicy.runtime.weights import quantise_weight
-from quantpolicy.schemes import Contract, Scheme
+from quantpolicy.schemes import Contract
 
 FAMILIES = ("hunyuanvideo", "hunyuanvideo-1.5")
 # On a CPU every op runs its reference, which is the eager chain itself.
@@ -52,13 +51,6 @@ def output(model: nn.Module, inputs: dict[str, object]) -> torch.Tensor:
     with torch.no_grad():
         out: torch.Tensor = model(**inputs)[0]
     return out
-
-
-def classes(model: nn.Module) -> list[type]:
-    found = [type(module) for module in model.modules()]
-    return found + [
-        type(module.processor) for module in model.modules() if hasattr(module, "processor")
-    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -238,12 +230,6 @@ def test_joined_projections_stay_joined(settings):
     assert torch.equal(output(model, inputs), before)
     # Every part took its share of the leader's product.
     assert model.transformer_blocks[0].attn.to_q.waiting is None
-
-
-def fuse(linear: nn.Linear, settings) -> None:
-    weight = quantise_weight(linear.weight, Scheme.FP8, settings[Scheme.FP8])
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    FusedLinear.adopt(linear)
 
 
 def test_split_linear_on_a_dense_model():

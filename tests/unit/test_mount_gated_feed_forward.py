@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from fused_plans import is_equal, run
-from test_planned_kernels import classes, planned
+from mounted import classes, fuse
+from test_planned_kernels import planned
 from torch import Tensor, nn
 
 from quantpolicy.kernels.contract import ON_CPU, op_counts
-from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.kernels.swiglu_fp8_linear import swiglu_fp8_linear
 from quantpolicy.measure.tiny import build_component, build_tiny, denoiser_of, tiny_spec
 from quantpolicy.ops import MOUNTABLE
@@ -20,20 +20,12 @@ from quantpolicy.runtime.mount import mount, mounted_ops, unmount
 from quantpolicy.runtime.mounts import gated_feed_forward
 from quantpolicy.runtime.mounts.gated_feed_forward import KINDS
 from quantpolicy.runtime.mounts.site import former_class
-from quantpolicy.runtime.weights import quantise_weight
-from quantpolicy.schemes import Scheme
 
 OP = "swiglu_fp8_linear"
 FLUX, Z_IMAGE, MINIMAX = "flux.2-dev", "z-image", "minimax-h3"
 # Two dual blocks of two streams and two single ones; two blocks and two refiners of each kind.
 SITES = {FLUX: 6, "flux.2-klein-4b": 6, "flux.2-klein-9b": 6, Z_IMAGE: 6, MINIMAX: 4}
 ONE_OF_EACH = {FLUX: 4, Z_IMAGE: 6, MINIMAX: 4}
-
-
-def fuse(linear: nn.Linear, settings: object) -> None:
-    weight = quantise_weight(linear.weight, Scheme.FP8, settings[Scheme.FP8])
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    FusedLinear.adopt(linear)
 
 
 @pytest.fixture

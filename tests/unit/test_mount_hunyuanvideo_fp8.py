@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from mounted import fuse
 from torch import Tensor, nn
 
 from quantpolicy import Host, Request, resolve
 from quantpolicy.kernels.layer_norm_fp32 import layer_norm_fp32_reference
-from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.measure.tiny import build_tiny
 from quantpolicy.runtime import apply_plan
 from quantpolicy.runtime.joined import join_linears
 from quantpolicy.runtime.mount import mount, mounted_ops, unmount
 from quantpolicy.runtime.mounts import hunyuanvideo
 from quantpolicy.runtime.mounts.site import former_class
-from quantpolicy.runtime.weights import quantise_weight
-from quantpolicy.schemes import Scheme
 
 FAMILIES = ("hunyuanvideo", "hunyuanvideo-1.5")
 OP = "layer_norm_fp8"
@@ -34,12 +32,6 @@ def output(model: nn.Module, inputs: dict[str, object]) -> Tensor:
 
 def single_blocks(model: nn.Module) -> list[nn.Module]:
     return list(getattr(model, "single_transformer_blocks", ()))
-
-
-def fuse(linear: nn.Linear, settings) -> None:
-    weight = quantise_weight(linear.weight, Scheme.FP8, settings[Scheme.FP8])
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    FusedLinear.adopt(linear)
 
 
 @pytest.fixture

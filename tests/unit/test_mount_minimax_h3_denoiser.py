@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from mounted import classes, error, fuse
 from torch import Tensor, nn
 
 from quantpolicy import Host, Request, resolve
-from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.kernels.rms_norm_fp8 import rms_norm_fp8
 from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8
 from quantpolicy.measure.tiny import build_tiny
@@ -17,8 +17,6 @@ from quantpolicy.runtime.mount import mount, mounted_ops, unmount
 from quantpolicy.runtime.mounts import quantised_norm
 from quantpolicy.runtime.mounts.minimax_h3_denoiser import Block, RefinerBlock
 from quantpolicy.runtime.mounts.site import Slot, set_slots
-from quantpolicy.runtime.weights import quantise_weight
-from quantpolicy.schemes import Scheme
 
 FAMILY, OP = "minimax-h3", "rms_norm_fp8"
 BF16_STEP = 2.0**-8
@@ -26,12 +24,6 @@ BF16_STEP = 2.0**-8
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [*model.token_refiner.refiner_blocks, *model.transformer_blocks]
-
-
-def fuse(linear: nn.Linear, settings) -> None:
-    weight = quantise_weight(linear.weight, Scheme.FP8, settings[Scheme.FP8])
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    FusedLinear.adopt(linear)
 
 
 @pytest.fixture
@@ -53,14 +45,6 @@ def fused(settings):
 def output(model: nn.Module, inputs: dict[str, object]) -> Tensor:
     with torch.no_grad():
         return torch.cat([out.flatten() for out in model(**inputs)])
-
-
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
-
-
-def classes(model: nn.Module) -> list[type]:
-    return [type(module) for module in model.modules()]
 
 
 def stock_rows(x: Tensor, weight: Tensor, scale, shift, index, eps: float) -> Tensor:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from mounted import classes, fuse
 from torch import Tensor, nn
 
 from quantpolicy import Host, Request, load_rules, resolve
-from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.measure.tiny import build_tiny
 from quantpolicy.runtime import apply_plan
 from quantpolicy.runtime.joined import JoinedLinear, join_linears
 from quantpolicy.runtime.mount import mount, mounted_ops, unmount
 from quantpolicy.runtime.mounts import wan
 from quantpolicy.runtime.mounts.feed_forward import read_codes
-from quantpolicy.runtime.weights import quantise_weight
-from quantpolicy.schemes import Scheme
 
 PER_TOKEN, PER_SAMPLE, WITH_IMAGE = "wan2.2-ti2v-5b", "wan2.2-t2v-a14b", "wan2.1-i2v-14b"
 DENSE = ("gated_residual", "layer_norm_fp32", "qk_norm_rope_across_heads", "rms_norm")
@@ -26,19 +24,6 @@ def output(model: nn.Module, inputs: dict[str, object]) -> Tensor:
     with torch.no_grad():
         out: Tensor = model(**inputs)[0]
     return out
-
-
-def classes(model: nn.Module) -> list[type]:
-    found = [type(module) for module in model.modules()]
-    return found + [
-        type(module.processor) for module in model.modules() if hasattr(module, "processor")
-    ]
-
-
-def fuse(linear: nn.Linear, settings) -> None:
-    weight = quantise_weight(linear.weight, Scheme.FP8, settings[Scheme.FP8])
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    FusedLinear.adopt(linear)
 
 
 @pytest.fixture

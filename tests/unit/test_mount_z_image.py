@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from diffusers.models.normalization import RMSNorm
+from mounted import classes, error, fuse
 from torch import Tensor, nn
 
 from quantpolicy import Host, Request, load_rules, resolve
 from quantpolicy.errors import KernelMountError
-from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.kernels.rms_norm_fp8 import rms_norm_fp8
 from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8
 from quantpolicy.measure.tiny import build_tiny
@@ -19,8 +19,6 @@ from quantpolicy.runtime.mount import mount, mounted_ops, unmount
 from quantpolicy.runtime.mounts import quantised_norm
 from quantpolicy.runtime.mounts.site import Slot, set_slots
 from quantpolicy.runtime.mounts.z_image import Block
-from quantpolicy.runtime.weights import quantise_weight
-from quantpolicy.schemes import Scheme
 
 FAMILY, OP = "z-image", "rms_norm_fp8"
 BF16_STEP = 2.0**-8
@@ -28,12 +26,6 @@ BF16_STEP = 2.0**-8
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [*model.noise_refiner, *model.context_refiner, *model.layers]
-
-
-def fuse(linear: nn.Linear, settings) -> None:
-    weight = quantise_weight(linear.weight, Scheme.FP8, settings[Scheme.FP8])
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    FusedLinear.adopt(linear)
 
 
 @pytest.fixture
@@ -57,14 +49,6 @@ def output(model: nn.Module, inputs: dict[str, object]) -> Tensor:
     with torch.no_grad():
         outs = model(**inputs)[0]
     return torch.cat([out.flatten() for out in outs])
-
-
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
-
-
-def classes(model: nn.Module) -> list[type]:
-    return [type(module) for module in model.modules()]
 
 
 def stock_rows(x: Tensor, weight: Tensor, scale: Tensor | None, eps: float) -> Tensor:

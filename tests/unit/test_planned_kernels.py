@@ -10,6 +10,7 @@ import pytest
 import torch
 from baking import save_dense
 from fused_plans import assert_same_state, is_equal, run
+from mounted import classes
 from test_mount_minimax_h3 import build as build_decoder
 from test_mount_minimax_h3 import decoded
 from torch import nn
@@ -61,11 +62,6 @@ def planned(model: object, **request: object) -> QuantPlan:
 
 def ops_of(report: ApplyReport) -> set[str]:
     return {name.partition(".")[2] for name in report.mounted}
-
-
-def classes(model: nn.Module) -> list[type]:
-    found = [type(module) for module in model.modules()]
-    return found + [type(m.processor) for m in model.modules() if hasattr(m, "processor")]
 
 
 @pytest.mark.parametrize("family", SITES)
