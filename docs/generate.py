@@ -158,7 +158,7 @@ def render_execution() -> str:
     groups = []
     for part, tokens, title in STEPS:
         measured = [row for row in results[part] if row.get("tokens") == tokens]
-        rows = {(row["variant"], row["mode"]): row for row in measured if "superseded" not in row}
+        rows = {(row["variant"], row["mode"]): row for row in measured}
         unit = rows["dense", "compile"]["ms"]
         bars = [
             (rows[variant, mode][field] / unit, name, _scheme_of(variant))
