@@ -11,12 +11,13 @@ product in fp64 (bf16 at many rows) for single Linears, to the dense eager outpu
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from bench.execution_models import MODELS, start_compiler
+from bench.execution_shapes import SHAPES as MODEL_SHAPES
 from bench.execution_variants import VARIANTS
 from bench.quantised import quantised_linear
 from bench.timing import (
@@ -152,6 +153,17 @@ def rejected_shapes() -> list[dict[str, object]]:
     ]
 
 
+def _check_tokens(
+    parser: argparse.ArgumentParser, parts: Iterable[str], tokens: Sequence[int] | None
+) -> None:
+    """Refuse tokens that a chosen model is not measured at, which would leave no row."""
+    for part in (part for part in parts if part in MODELS):
+        allowed = MODEL_SHAPES[part].image_tokens
+        if tokens and not set(tokens) & set(allowed):
+            measured = " or ".join(map(str, allowed))
+            parser.error(f"--tokens: {part} is measured at {measured}; leave it out with --part")
+
+
 def main() -> None:
     """Run the chosen parts; the JSON file is complete after every row."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -160,6 +172,7 @@ def main() -> None:
     parser.add_argument("--variant", action="append", choices=VARIANTS)
     parser.add_argument("--tokens", action="append", type=int, help="of models; all by default")
     arguments = parser.parse_args()
+    _check_tokens(parser, arguments.part or MODELS, arguments.tokens)
     torch.manual_seed(0)
     variants = tuple(arguments.variant or VARIANTS)
     start_compiler()

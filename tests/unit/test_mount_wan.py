@@ -199,7 +199,7 @@ def test_blocks_without_a_norm_before_cross_attention():
         (
             lambda block: setattr(block.attn1, "processor", print),
             "layer_norm_fp8",
-            "blocks.1: an attention processor is a builtin_function_or_method",
+            "blocks.1: its attention processor is a builtin_function_or_method",
         ),
         (
             lambda block: setattr(block, "norm1", nn.LayerNorm(128)),

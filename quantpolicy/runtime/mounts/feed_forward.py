@@ -15,6 +15,7 @@ from quantpolicy.runtime.mounts.site import (
     Rewrite,
     Site,
     Sites,
+    find_in_each,
     former_class,
     is_unhooked,
     why_not_bypassed,
@@ -65,23 +66,20 @@ def read_codes(linears: Iterable[Part]) -> bool:
 
 def find_gelu_fp8_linear(model: nn.Module) -> Sites:
     """Return the feed-forwards with a tanh-GELU whose last Linear is fp8."""
-    found: list[Site] = []
-    rejected: list[tuple[str, str]] = []
-    for name, module in model.named_modules():
-        if former_class(module) is not FeedForward or not _is_candidate(module):
-            continue
-        entry, last = module.net[0], module.net[2]
-        reason = why_not_plain(module) or why_not_bypassed(entry) or why_not_bypassed(last)
-        if reason:
-            rejected.append((name, reason))
-        else:
-            found.append(Site(name, module, QuantisedFeedForward, "quantises"))
-    return Sites(tuple(found), tuple(rejected))
+    candidates = ((name, module) for name, module in model.named_modules() if _is_candidate(module))
+    return find_in_each(candidates, _site)
 
 
-def _is_candidate(ff: Part) -> bool:
-    entry = ff.net[0]
-    return isinstance(entry, GELU) and entry.approximate == "tanh" and is_fp8(ff.net[2])
+def _is_candidate(module: Part) -> bool:
+    if former_class(module) is not FeedForward:
+        return False
+    entry, last = module.net[0], module.net[2]
+    return isinstance(entry, GELU) and entry.approximate == "tanh" and is_fp8(last)
+
+
+def _site(name: str, ff: Part) -> tuple[Site, str]:
+    reason = why_not_plain(ff) or why_not_bypassed(ff.net[0]) or why_not_bypassed(ff.net[2])
+    return Site(name, ff, QuantisedFeedForward, "quantises"), reason
 
 
 FINDERS: dict[str, Callable[[nn.Module], Sites]] = {"gelu_fp8_linear": find_gelu_fp8_linear}

@@ -31,6 +31,7 @@ from quantpolicy.runtime.mounts.site import (
     former_class,
     why_not_bypassed,
     why_not_plain,
+    why_not_processor,
 )
 
 
@@ -163,8 +164,7 @@ def _site(name: str, module: Part) -> tuple[Site, str]:
     target, reason = module, why_not_plain(module)
     if rewrite is Flux2ParallelProcessor:
         target = module.processor
-        if not reason and former_class(target) is not Flux2ParallelSelfAttnProcessor:
-            reason = f"its attention processor is a {type(target).__name__}"
+        reason = reason or why_not_processor(module, Flux2ParallelSelfAttnProcessor)
     for part in (last,) if entry is None else (entry, _silu_of(entry), last):
         reason = reason or why_not_bypassed(part)
     return Site(name, target, rewrite, "quantises"), reason

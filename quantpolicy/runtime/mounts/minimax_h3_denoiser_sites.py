@@ -12,15 +12,15 @@ from diffusers.models.transformers.transformer_minimax_h3 import (
 from torch import nn
 
 from quantpolicy.runtime.mounts.minimax_h3_denoiser import Block, RefinerBlock, readers_of
-from quantpolicy.runtime.mounts.quantised_norm import is_read_as_codes, why_not_quantised
+from quantpolicy.runtime.mounts.quantised_norm import find_read_as_codes, why_not_quantised
 from quantpolicy.runtime.mounts.site import (
     Part,
     Rewrite,
     Site,
     Sites,
-    find_in_each,
     former_class,
     why_not_plain,
+    why_not_processor,
 )
 
 _REWRITES: dict[type, type[Rewrite]] = {
@@ -31,9 +31,7 @@ _REWRITES: dict[type, type[Rewrite]] = {
 
 def _quantises_site(name: str, block: Part) -> tuple[Site, str]:
     attn, ff = block.attn, block.ff
-    reason = why_not_plain(block)
-    if former_class(attn.processor) is not MiniMaxH3AttnProcessor:
-        reason = reason or f"its attention processor is a {type(attn.processor).__name__}"
+    reason = why_not_plain(block) or why_not_processor(attn, MiniMaxH3AttnProcessor)
     norms, between = (block.norm1, block.norm2), (attn, ff, ff.net[0])
     reason = reason or why_not_quantised(norms, nn.RMSNorm, between, readers_of(block))
     return Site(name, block, _REWRITES[former_class(block)], "quantises"), reason
@@ -41,12 +39,7 @@ def _quantises_site(name: str, block: Part) -> tuple[Site, str]:
 
 def find_rms_norm_fp8(model: nn.Module) -> Sites:
     """Return the blocks in which fp8 Linears in fused execution read a norm."""
-    blocks = (
-        (name, module)
-        for name, module in model.named_modules()
-        if former_class(module) in _REWRITES and is_read_as_codes(readers_of(module))
-    )
-    return find_in_each(blocks, _quantises_site)
+    return find_read_as_codes(model, _REWRITES, readers_of, _quantises_site)
 
 
 FINDERS: dict[str, Callable[[nn.Module], Sites]] = {"rms_norm_fp8": find_rms_norm_fp8}

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import chain
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantpolicy.kernels.quantised_rows import QuantisedRows
 from quantpolicy.kernels.rms_norm_fp8 import rms_norm_fp8
 from quantpolicy.runtime.mounts.feed_forward import read_codes
-from quantpolicy.runtime.mounts.site import Part, former_class, why_not_bypassed
+from quantpolicy.runtime.mounts.site import (
+    Part,
+    Site,
+    Sites,
+    find_in_each,
+    former_class,
+    why_not_bypassed,
+)
 
 Readers = tuple[Part, ...]
 
@@ -35,6 +42,21 @@ def quantised_rows(
 def is_read_as_codes(readers: Iterable[Readers]) -> bool:
     """Return whether the result of one norm at least is read by fp8 Linears alone."""
     return any(read_codes(linears) for linears in readers)
+
+
+def find_read_as_codes(
+    model: nn.Module,
+    kinds: Container[type],
+    readers_of: Callable[[Part], Iterable[Readers]],
+    make: Callable[[str, Part], tuple[Site, str]],
+) -> Sites:
+    """Return the blocks of some classes in which fp8 Linears read a norm; see ``find_in_each``."""
+    blocks = (
+        (name, module)
+        for name, module in model.named_modules()
+        if former_class(module) in kinds and is_read_as_codes(readers_of(module))
+    )
+    return find_in_each(blocks, make)
 
 
 def why_not_read_as_codes(readers: Sequence[Readers]) -> str:

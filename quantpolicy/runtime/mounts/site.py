@@ -145,6 +145,12 @@ def why_not_plain(module: Part) -> str:
     return ""
 
 
+def why_not_processor(attn: Part, kind: type) -> str:
+    """Return why an attention is not computed as a class of processors does, "" when it is."""
+    found = former_class(attn.processor)
+    return "" if found is kind else f"its attention processor is a {found.__name__}"
+
+
 def why_not_bypassed(module: Part) -> str:
     """Return why a module cannot be computed without its own call, "" when it can."""
     if module._forward_hooks or module._forward_pre_hooks:

@@ -20,6 +20,7 @@ from quantpolicy.runtime.mounts.site import (
     former_class,
     why_not_bypassed,
     why_not_plain,
+    why_not_processor,
 )
 from quantpolicy.runtime.mounts.wan import Attention, Block, readers_of
 
@@ -53,8 +54,7 @@ def _codes_site(name: str, block: Part, slot: str, norms: tuple[int, ...]) -> tu
     for part in (block.attn1, block.attn2, block.ffn, block.ffn.net[0]):
         reason = reason or why_not_bypassed(part)
     for attn in (block.attn1, block.attn2):
-        if not reason and former_class(attn.processor) is not WanAttnProcessor:
-            reason = f"an attention processor is a {type(attn.processor).__name__}"
+        reason = reason or why_not_processor(attn, WanAttnProcessor)
     readers = [readers_of(block, index) for index in norms]
     return site, reason or why_not_read_as_codes(readers)
 
@@ -85,8 +85,8 @@ def _cross_norms_site(name: str, block: Part) -> tuple[Site, str]:
 
 
 def _why_not_attention(attn: Part) -> str:
-    if former_class(attn.processor) is not WanAttnProcessor:
-        return f"its attention processor is a {type(attn.processor).__name__}"
+    if reason := why_not_processor(attn, WanAttnProcessor):
+        return reason
     for norm, linear in ((attn.norm_q, attn.to_q), (attn.norm_k, attn.to_k)):
         if type(norm) is not nn.RMSNorm or norm.weight is None or norm.eps is None:
             return "queries and keys have no RMSNorm with a weight and an eps"

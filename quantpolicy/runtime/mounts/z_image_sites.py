@@ -12,23 +12,20 @@ from diffusers.models.transformers.transformer_z_image import (
 )
 from torch import nn
 
-from quantpolicy.runtime.mounts.quantised_norm import is_read_as_codes, why_not_quantised
+from quantpolicy.runtime.mounts.quantised_norm import find_read_as_codes, why_not_quantised
 from quantpolicy.runtime.mounts.site import (
     Part,
     Site,
     Sites,
-    find_in_each,
-    former_class,
     why_not_plain,
+    why_not_processor,
 )
 from quantpolicy.runtime.mounts.z_image import Block, readers_of
 
 
 def _quantises_site(name: str, block: Part) -> tuple[Site, str]:
     attn, norms = block.attention, (block.attention_norm1, block.ffn_norm1)
-    reason = why_not_plain(block)
-    if former_class(attn.processor) is not ZSingleStreamAttnProcessor:
-        reason = reason or f"its attention processor is a {type(attn.processor).__name__}"
+    reason = why_not_plain(block) or why_not_processor(attn, ZSingleStreamAttnProcessor)
     between = (attn, block.feed_forward)
     reason = reason or why_not_quantised(norms, RMSNorm, between, readers_of(block))
     if not reason and any(norm.weight.dtype is torch.float32 for norm in norms):
@@ -39,12 +36,7 @@ def _quantises_site(name: str, block: Part) -> tuple[Site, str]:
 
 def find_rms_norm_fp8(model: nn.Module) -> Sites:
     """Return the blocks in which fp8 Linears in fused execution read a norm."""
-    blocks = (
-        (name, module)
-        for name, module in model.named_modules()
-        if former_class(module) is ZImageTransformerBlock and is_read_as_codes(readers_of(module))
-    )
-    return find_in_each(blocks, _quantises_site)
+    return find_read_as_codes(model, {ZImageTransformerBlock}, readers_of, _quantises_site)
 
 
 FINDERS: dict[str, Callable[[nn.Module], Sites]] = {"rms_norm_fp8": find_rms_norm_fp8}
