@@ -34,7 +34,7 @@ key, name the field in the ``override`` list beside it::
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TypeVar, cast
 
@@ -47,6 +47,8 @@ from quantpolicy.rule_schema import EvidenceRecord, FamilySpec, Rule, RuleFile
 from quantpolicy.yaml_source import YamlPath, YamlSource
 
 Places = dict[str, tuple[YamlSource, YamlPath]]
+# Of each list that overlays have added to: the source of every item, and its index there.
+Items = dict[YamlPath, list[tuple[YamlSource, int]]]
 _Model = TypeVar("_Model", bound=Record)
 
 
@@ -79,14 +81,19 @@ class _OverlayFile(Record):
     generic: tuple[OverlayRule, ...] = ()
 
 
-def merge_overlay(file: RuleFile, source: YamlSource, places: Places) -> RuleFile:
-    """Return the table with an overlay merged in, and enter its rules in ``places``.
+def merge_overlay(
+    file: RuleFile, source: YamlSource, earlier: Sequence[YamlSource], places: Places, items: Items
+) -> RuleFile:
+    """Return the table with an overlay merged in, its rules and list items entered.
+
+    Args:
+        earlier: the sources that the table was merged from, the last one last.
 
     Raises:
         RuleTableError: the overlay is malformed, or would replace something without saying so.
     """
     overlay = validate_source(_overlay_model(), source)
-    merger = _Merger(source, places)
+    merger = _Merger(source, earlier, places, items)
     merged = merger.merge(file, overlay)
     raise_all(merger.errors)
     return merged
@@ -113,9 +120,13 @@ def _with_optional_fields(base: type[_Model], full: type[Record]) -> type[_Model
 class _Merger:
     """Merges one overlay and collects what it may not do."""
 
-    def __init__(self, source: YamlSource, places: Places) -> None:
+    def __init__(
+        self, source: YamlSource, earlier: Sequence[YamlSource], places: Places, items: Items
+    ) -> None:
         self.source = source
+        self.earlier = earlier
         self.places = places
+        self.items = items
         self.errors: list[RuleTableError] = []
 
     def fail(self, path: YamlPath, found: str, remedy: str, allowed: str = "") -> None:
@@ -146,6 +157,7 @@ class _Merger:
         own = set(given.model_fields_set) & set(type(base).model_fields)
         own -= {"rules", "groups", "generic", "evidence", "families"} if not path else {"rules"}
         for name in override:
+            self.items.pop((*path, name), None)
             if name not in own:
                 self.fail((*path, "override"), f"{name!r} is not given here", *_remedy(name, own))
         return {
@@ -159,7 +171,10 @@ class _Merger:
         name = path[-1]
         remedy = f"add `override: [{name}]` beside it to replace, or remove it"
         if isinstance(old, tuple) and isinstance(new, tuple):
-            return old + tuple(item for item in new if item not in old)
+            added = [index for index, item in enumerate(new) if item not in old]
+            items = self.items.setdefault(path, self._items(old, path))
+            items += ((self.source, index) for index in added)
+            return old + tuple(new[index] for index in added)
         if isinstance(old, dict) and isinstance(new, dict):
             for key in sorted(key for key in new if key in old and new[key] != old[key]):
                 self.fail((*path, str(key)), f"{str(key)!r} already has another value", remedy)
@@ -167,6 +182,11 @@ class _Merger:
         if old != new:
             self.fail(path, f"{name} already has another value", remedy)
         return new
+
+    def _items(self, old: tuple[object, ...], path: YamlPath) -> list[tuple[YamlSource, int]]:
+        """Return where the items of a list stand that no overlay has added to yet."""
+        last = next((one for one in reversed(self.earlier) if one.has(path)), self.earlier[0])
+        return [(last, index) for index in range(len(old))]
 
     def _evidence(
         self, old: dict[str, EvidenceRecord], given: dict[str, OverlayEvidence]

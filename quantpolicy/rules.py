@@ -22,7 +22,7 @@ from quantpolicy.schemes import Scheme
 from quantpolicy.yaml_source import YamlPath, YamlSource, read_yaml
 
 if TYPE_CHECKING:
-    from quantpolicy.overlay import Places
+    from quantpolicy.overlay import Items, Places
 
 ENTRY_POINT_GROUP = "quantpolicy.rules"
 TABLE_NAME = "families.yaml"
@@ -171,15 +171,20 @@ def build_table(base: YamlSource, overlays: Iterable[YamlSource]) -> RuleTable:
     file = validate_source(RuleFile, base)
     places: Places = {}
     raise_all(_collect_places(file, base, places))
+    items: Items = {}
     sources = [base]
     for source in overlays:
         from quantpolicy.overlay import merge_overlay
 
         _check_switches(source)
-        file = merge_overlay(file, source, places)
+        file = merge_overlay(file, source, sources, places, items)
         sources.append(source)
 
     def where(path: YamlPath) -> str:
+        for cut, part in enumerate(path):
+            if isinstance(part, int) and path[:cut] in items:
+                source, index = items[path[:cut]][part]
+                return source.where((*path[:cut], index, *path[cut + 1 :]))
         holder = next((item for item in reversed(sources) if item.has(path)), base)
         return holder.where(path)
 

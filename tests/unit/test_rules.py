@@ -701,3 +701,15 @@ def test_a_mutated_overlay_is_merged_or_refused_with_the_one_error(
         assert error.where.startswith(("o.yaml:", "t.yaml:"))  # noqa: PT017
     else:
         assert len(found.digest) == 64
+
+
+@pytest.mark.parametrize("override", ["", "    override: [kernels]\n"])
+def test_an_item_added_to_a_list_is_named_where_it_stands(tmp_path, override) -> None:
+    family = f"families:\n  z-image:\n{override}    kernels:\n"
+    fine = write(tmp_path, family + "      - {op: gated_residual}\n", "fine.yaml")
+    bad = write(tmp_path, family + "      - {op: swiglu}\n      - {op: nope}\n", "bad.yaml")
+    place = f"{bad}:{5 + bool(override)} families.z-image.kernels[1].op"
+    for overlays in ((bad,), (fine, bad)):
+        with pytest.raises(RuleTableError) as caught:
+            load_rules(*overlays)
+        assert caught.value.where == place
