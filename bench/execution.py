@@ -174,10 +174,10 @@ def main() -> None:
     arguments = parser.parse_args()
     _check_tokens(parser, arguments.part or MODELS, arguments.tokens)
     torch.manual_seed(0)
-    variants = tuple(arguments.variant or VARIANTS)
+    variants = tuple(dict.fromkeys(arguments.variant or VARIANTS))
     start_compiler()
     results: dict[str, object] = {"copy_tb_s": copy_ceiling_tb_s()}
-    for part in arguments.part or ("rows", "linear", *MODELS):
+    for part in dict.fromkeys(arguments.part or ("rows", "linear", *MODELS)):
         rows: list[dict[str, object]] = []
         results[part] = rows
         bench = {"rows": bench_rows, "linear": bench_linears}.get(part)

@@ -137,9 +137,11 @@ def main() -> None:
     torch.manual_seed(0)
     start_compiler()
     rows: list[Row] = []
-    for part in arguments.part or PRODUCER_SHAPES:
+    for part in dict.fromkeys(arguments.part or PRODUCER_SHAPES):
         shape = PRODUCER_SHAPES[part]
-        for row in bench_model(shape, arguments.mode or MODES, arguments.turns):
+        for row in bench_model(
+            shape, tuple(dict.fromkeys(arguments.mode or MODES)), arguments.turns
+        ):
             rows.append({"model": part, "config": shape.config, **row})
             print(rows[-1], flush=True)
             write_json(arguments.json, envelope(producers=rows, ops=counts_by_op()))

@@ -183,7 +183,7 @@ def main() -> None:
     torch.manual_seed(0)
     ceiling = copy_ceiling_tb_s()
     rows: list[dict[str, object]] = []
-    for name, tokens in itertools.product(arguments.op or KERNELS, TOKENS):
+    for name, tokens in itertools.product(dict.fromkeys(arguments.op or KERNELS), TOKENS):
         rows += bench_kernel(name, tokens, ceiling)
         write_json(arguments.json, envelope(copy_tb_s=ceiling, rows=rows))
         torch.cuda.empty_cache()

@@ -59,8 +59,11 @@ def _driver() -> str:
 
 
 def write_json(path: str | Path, data: dict[str, object]) -> None:
-    """Write one result file."""
-    Path(path).write_text(json.dumps(data, indent=1) + "\n")
+    """Write one result file, whole or not at all."""
+    target = Path(path)
+    part = target.with_name(f"{target.name}.part")
+    part.write_text(json.dumps(data, indent=1) + "\n")
+    part.replace(target)
 
 
 def copies_for(bytes_each: int, most: int = 64) -> int:
