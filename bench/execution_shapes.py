@@ -17,6 +17,7 @@ PRODUCERS = ("gelu_fp8_linear",)
 WAN_KERNELS = (
     "gated_residual",
     "layer_norm_fp8",
+    "add_layer_norm_fp8",
     "layer_norm_fp32",
     "qk_norm_rope_across_heads",
     "rms_norm",

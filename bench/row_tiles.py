@@ -26,6 +26,7 @@ from bench.timing import copies_for, copy_ceiling_tb_s, envelope, gpu_ms, write_
 from quantpolicy.kernels import activated_rows, layer_norm_rows, row_tiles
 from quantpolicy.kernels.add_layer_norm_fp8 import launch_add_layer_norm_fp8
 from quantpolicy.kernels.gelu_fp8_linear import gelu_quantise
+from quantpolicy.kernels.launch import processors
 from quantpolicy.kernels.layer_norm_fp8 import launch_layer_norm_fp8
 from quantpolicy.kernels.swiglu_fp8_linear import swiglu_quantise
 
@@ -40,7 +41,7 @@ class Kernel(NamedTuple):
     """One kernel to be timed.
 
     Args:
-        module: whose ``tiles_for`` decides the tiles.
+        module: whose ``tiles_for`` and ``turns_for`` decide the tiles and turns.
         columns: of a row of codes.
         make: the arguments at a number of tokens.
         bytes_a_value: read and written for each value of the codes.
@@ -141,8 +142,9 @@ def bench_kernel(name: str, tokens: int, ceiling: float) -> list[dict[str, objec
             if warps is not None:
                 stack.enter_context(patch.object(kernel.module, "tiles_for", _tiles(warps)))
             if programs is not None:
-                stack.enter_context(patch.object(row_tiles, "_PROGRAMS", programs))
-                stack.enter_context(patch.object(row_tiles, "_STAGES", stages))
+                stack.enter_context(
+                    patch.object(kernel.module, "turns_for", _turns(programs, stages))
+                )
             row |= {"warps": warps, "programs": programs, "stages": stages}
             try:
                 ms = gpu_ms(calls, 20)
@@ -157,6 +159,13 @@ def bench_kernel(name: str, tokens: int, ceiling: float) -> list[dict[str, objec
 def _tiles(warps: int) -> Callable[..., row_tiles.Tiles]:
     tile = warps * 32 * 8
     return lambda columns, *_: row_tiles.Tiles(warps, tile, -(-columns // tile))
+
+
+def _turns(programs: int, stages: int | None) -> Callable[..., row_tiles.Turns]:
+    assert stages is not None
+    return lambda tokens, device, **_: row_tiles.Turns(
+        min(tokens, programs * processors(device)), stages
+    )
 
 
 def table(rows: list[dict[str, object]], best: int = 3) -> str:

@@ -12,12 +12,12 @@ import torch
 from quantpolicy.kernels.launch import processors
 from quantpolicy.kernels.registry import HAS_TRITON
 
-# Values of a row that a thread holds at most: where it holds nothing else, and where it holds two
-# or three vectors of as many.
-ROW_VALUES, MODULATED_VALUES, GATED_VALUES = 128, 80, 40
-# Where all rows of a sample share their vectors: programs a multiprocessor, and rows that one has
-# on their way while it computes another.
-_PROGRAMS, _STAGES = 4, 3
+# Values of a row that a thread holds at most: of a row that is activated, of one that is modulated
+# by vectors which the thread holds too, and of one to which another is added before.
+ROW_VALUES, MODULATED_VALUES, SUM_VALUES = 64, 80, 40
+# Where all rows of a sample share their vectors: programs a multiprocessor, fewer where each reads
+# two rows, and rows that one has on their way while it computes another.
+PROGRAMS, SUM_PROGRAMS, STAGES = 4, 2, 4
 _MAX_WARPS = 16
 _VALUES = 8
 
@@ -56,15 +56,17 @@ class Turns(NamedTuple):
     stages: int
 
 
-def turns_for(tokens: int, device: torch.device, *, by_token: bool) -> Turns:
-    """Return the turns in which rows are modulated.
+def turns_for(
+    tokens: int, device: torch.device, *, by_token: bool, programs: int = PROGRAMS
+) -> Turns:
+    """Return the turns in which rows are modulated, by ``programs`` a multiprocessor.
 
     Vectors that all rows share stay in registers from row to row: read anew for each they cost
     more than the rows. Where each row has vectors of its own a program takes one.
     """
     if by_token:
         return Turns(tokens, 1)
-    return Turns(min(tokens, _PROGRAMS * processors(device)), _STAGES)
+    return Turns(min(tokens, programs * processors(device)), STAGES)
 
 
 if HAS_TRITON:
