@@ -108,12 +108,18 @@ def _measure(
 
 def _measure_graph(model: nn.Module, call: Inputs, tokens: int) -> dict[str, object]:
     out = model(**call)[0].clone()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        held = model(**call)[0]
+    captured, held = captured_step(model, call)
     captured.replay()
     ms = gpu_ms([captured.replay], _repeats(tokens))
     return {"graph_ms": ms, "graph_equal": torch.equal(held, out)}
+
+
+def captured_step(model: nn.Module, call: Inputs) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Return a CUDA graph of one forward of a model that has run before, and its output."""
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        held: Tensor = model(**call)[0]
+    return captured, held
 
 
 def _paced_ms(call: Callable[[], object], repeats: int) -> float:

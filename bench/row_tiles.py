@@ -163,7 +163,7 @@ def _tiles(warps: int) -> Callable[..., row_tiles.Tiles]:
 
 def _turns(programs: int, stages: int | None) -> Callable[..., row_tiles.Turns]:
     assert stages is not None
-    return lambda tokens, device, **_: row_tiles.Turns(
+    return lambda tokens, device, *_, **__: row_tiles.Turns(
         min(tokens, programs * processors(device)), stages
     )
 

@@ -25,7 +25,7 @@ from quantpolicy.kernels.row_quantise_fp8 import (
     rounded_floor,
     why_no_e4m3,
 )
-from quantpolicy.kernels.row_tiles import tiles_for
+from quantpolicy.kernels.row_tiles import ACTIVATED, tiles_for
 
 Codes = tuple[Tensor, Tensor]
 # Weight, its scales, and the bias.
@@ -90,7 +90,7 @@ def launch_codes(
     width = 0 if head is None else head.shape[-1]
     columns = width + x.shape[-1]
     rows = x.numel() // x.shape[-1]
-    tiles = tiles_for(columns)
+    tiles = tiles_for(columns, ACTIVATED)
     codes = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     keyed_launch(

@@ -16,14 +16,7 @@ from torch import Tensor
 from quantpolicy.kernels.keyed_launch import keyed_launch
 from quantpolicy.kernels.registry import HAS_TRITON
 from quantpolicy.kernels.row_quantise_fp8 import needs_exact_division, rounded_floor
-from quantpolicy.kernels.row_tiles import (
-    MODULATED_VALUES,
-    PROGRAMS,
-    SUM_PROGRAMS,
-    SUM_VALUES,
-    tiles_for,
-    turns_for,
-)
+from quantpolicy.kernels.row_tiles import NORMED, NORMED_CODES, SUM_CODES, tiles_for, turns_for
 from quantpolicy.kernels.token_rows import is_by_token, vector_strides
 
 
@@ -261,10 +254,10 @@ def norm_rows(
         return
     batch, tokens, columns = x.shape
     gate, gate_table = (None, None) if added is None else (added.gate, added.gate_table)
-    values, programs = (MODULATED_VALUES, PROGRAMS) if added is None else (SUM_VALUES, SUM_PROGRAMS)
-    tiles = tiles_for(columns, values)
+    kind = NORMED if codes is None else NORMED_CODES if added is None else SUM_CODES
+    tiles = tiles_for(columns, kind)
     by_token = any(is_by_token(vector) for vector in (scale, shift, gate))
-    turns = turns_for(tokens, x.device, by_token=by_token, programs=programs)
+    turns = turns_for(tokens, x.device, kind, by_token=by_token)
     tensors = (weight, bias, scale, scale_table, shift, shift_table, out)
     keyed_launch(
         _layer_norm_kernel,

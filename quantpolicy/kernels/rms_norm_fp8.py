@@ -30,7 +30,7 @@ from quantpolicy.kernels.row_quantise_fp8 import (
     row_quantise_fp8_reference,
     why_no_e4m3,
 )
-from quantpolicy.kernels.row_tiles import MODULATED_VALUES, tiles_for, turns_for
+from quantpolicy.kernels.row_tiles import NORMED_CODES, tiles_for, turns_for
 from quantpolicy.kernels.rows import row_scales_like
 from quantpolicy.kernels.token_rows import (
     FLOATS,
@@ -245,10 +245,10 @@ def launch_rms_norm_fp8(
     if codes.numel() == 0:
         return results
     batch, tokens, columns = x.shape
-    tiles = tiles_for(columns, MODULATED_VALUES)
+    tiles = tiles_for(columns, NORMED_CODES)
     given = (weight, scale, shift, index)
     by_token = index is not None or is_by_token(scale) or is_by_token(shift)
-    turns = turns_for(tokens, x.device, by_token=by_token)
+    turns = turns_for(tokens, x.device, NORMED_CODES, by_token=by_token)
     keyed_launch(
         _rms_norm_fp8_kernel,
         (turns.programs, batch),

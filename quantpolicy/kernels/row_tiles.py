@@ -12,14 +12,30 @@ import torch
 from quantpolicy.kernels.launch import processors
 from quantpolicy.kernels.registry import HAS_TRITON
 
-# Values of a row that a thread holds at most: of a row that is activated, of one that is modulated
-# by vectors which the thread holds too, and of one to which another is added before.
-ROW_VALUES, MODULATED_VALUES, SUM_VALUES = 64, 80, 40
-# Where all rows of a sample share their vectors: programs a multiprocessor, fewer where each reads
-# two rows, and rows that one has on their way while it computes another.
-PROGRAMS, SUM_PROGRAMS, STAGES = 4, 2, 4
 _MAX_WARPS = 16
 _VALUES = 8
+
+
+class Kind(NamedTuple):
+    """What kernels of one kind hold of the rows; see bench/results/row_tiles.json.
+
+    Args:
+        values: of a row that a thread holds at most, if warps allow it.
+        programs: a multiprocessor, where all rows of a sample share their vectors.
+        stages: rows that such a program has on their way, the one that it computes included.
+    """
+
+    values: int
+    programs: int = 0
+    stages: int = 0
+
+
+# Activated into codes; normed into rows, or into codes, by vectors that threads hold as well; two
+# rows added, and normed into codes.
+ACTIVATED = Kind(64)
+NORMED = Kind(80, programs=4, stages=3)
+NORMED_CODES = Kind(80, programs=4, stages=4)
+SUM_CODES = Kind(40, programs=2, stages=4)
 
 
 class Tiles(NamedTuple):
@@ -35,10 +51,10 @@ class Tiles(NamedTuple):
     number: int
 
 
-def tiles_for(columns: int, values: int = ROW_VALUES) -> Tiles:
-    """Return the tiles of a row, of which a thread holds ``values`` at most if warps allow it."""
+def tiles_for(columns: int, kind: Kind) -> Tiles:
+    """Return the tiles of a row."""
     warps = 1
-    while warps < _MAX_WARPS and warps * 32 * values < columns:
+    while warps < _MAX_WARPS and warps * 32 * kind.values < columns:
         warps *= 2
     tile = warps * 32 * _VALUES
     return Tiles(warps, tile, -(-columns // tile))
@@ -56,17 +72,15 @@ class Turns(NamedTuple):
     stages: int
 
 
-def turns_for(
-    tokens: int, device: torch.device, *, by_token: bool, programs: int = PROGRAMS
-) -> Turns:
-    """Return the turns in which rows are modulated, by ``programs`` a multiprocessor.
+def turns_for(tokens: int, device: torch.device, kind: Kind, *, by_token: bool) -> Turns:
+    """Return the turns in which rows are modulated.
 
     Vectors that all rows share stay in registers from row to row: read anew for each they cost
     more than the rows. Where each row has vectors of its own a program takes one.
     """
     if by_token:
         return Turns(tokens, 1)
-    return Turns(min(tokens, programs * processors(device)), STAGES)
+    return Turns(min(tokens, kind.programs * processors(device)), kind.stages)
 
 
 if HAS_TRITON:

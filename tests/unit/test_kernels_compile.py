@@ -66,13 +66,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from quantpolicy.kernels.rms_norm_fp8 import _rms_norm_fp8_kernel as kernel
-from quantpolicy.kernels.row_tiles import MODULATED_VALUES, STAGES, tiles_for
+from quantpolicy.kernels.row_tiles import NORMED_CODES, tiles_for
 
 for columns, indexed in ((3840, False), (5376, True)):
-    warps, tile, number = tiles_for(columns, MODULATED_VALUES)
+    warps, tile, number = tiles_for(columns, NORMED_CODES)
     constants = {"D": columns, "TILE": tile, "TILES": number, "EXACT_DIVISION": False}
     constants |= {"WEIGHTED": True, "SCALED": True, "SHIFTED": indexed, "INDEXED": indexed}
-    constants |= {"BY_TOKEN": indexed, "STAGES": 1 if indexed else STAGES}
+    constants |= {"BY_TOKEN": indexed, "STAGES": 1 if indexed else NORMED_CODES.stages}
     signature = {name: "i32" for name in kernel.arg_names} | {"eps": "fp32", "floor": "fp32"}
     signature |= {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")}
     signature |= {"index_ptr": "*i64", "codes_ptr": "*fp8e4nv", "row_scale_ptr": "*fp32"}
@@ -95,7 +95,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from quantpolicy.kernels.layer_norm_rows import _layer_norm_kernel as kernel
-from quantpolicy.kernels.row_tiles import MODULATED_VALUES, STAGES, SUM_VALUES, tiles_for
+from quantpolicy.kernels.row_tiles import NORMED, NORMED_CODES, SUM_CODES, tiles_for
 
 pointers = [name for name in kernel.arg_names if name.endswith("_ptr")]
 strides = [name for name in kernel.arg_names if name.endswith(("_b", "_s"))]
@@ -105,12 +105,13 @@ attributes = {
 for flags in ("modulated", "added", "gated", "by_token", "gated by_token", "rows"):
     gated, by_token, rows = (flag in flags for flag in ("gated", "by_token", "rows"))
     added = gated or flags == "added"
-    warps, tile, number = tiles_for(3072, SUM_VALUES if added else MODULATED_VALUES)
+    kind = NORMED if rows else SUM_CODES if added else NORMED_CODES
+    warps, tile, number = tiles_for(3072, kind)
     affine = flags == "gated"
     constants = {"D": 3072, "TILE": tile, "TILES": number, "AFFINE": affine}
     constants |= {"MODULATED": not affine, "TABLES": not affine, "BY_TOKEN": by_token}
     constants |= {"ADDED": added, "GATED": gated, "GATE_TABLE": gated, "QUANTISED": not rows}
-    constants |= {"EXACT_DIVISION": False, "STAGES": 1 if by_token else STAGES}
+    constants |= {"EXACT_DIVISION": False, "STAGES": 1 if by_token else kind.stages}
     signature = {name: "i32" for name in kernel.arg_names} | {"eps": "fp32", "floor": "fp32"}
     signature |= {name: "*fp32" if "table" in name else "*bf16" for name in pointers}
     signature |= {"row_scale_ptr": "*fp32", "out_ptr": "*bf16" if rows else "*fp8e4nv"}
@@ -131,7 +132,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from quantpolicy.kernels.gelu_fp8_linear import _gelu_quantise_kernel
-from quantpolicy.kernels.row_tiles import tiles_for
+from quantpolicy.kernels.row_tiles import ACTIVATED, tiles_for
 from quantpolicy.kernels.swiglu_fp8_linear import _swiglu_quantise_kernel
 
 for kernel, head, columns in (
@@ -140,7 +141,7 @@ for kernel, head, columns in (
     (_swiglu_quantise_kernel, 0, 10240),
     (_swiglu_quantise_kernel, 6144, 18432),
 ):
-    warps, tile, number = tiles_for(head + columns)
+    warps, tile, number = tiles_for(head + columns, ACTIVATED)
     constants = {"N": head, "K": head + columns, "TILE": tile, "TILES": number}
     constants["EXACT_DIVISION"] = False
     pointers = [name for name in kernel.arg_names if name.endswith("_ptr")]
