@@ -70,7 +70,7 @@ def profiled(replay: Callable[[], object]) -> Row:
         for _ in range(REPLAYS):
             replay()
         torch.cuda.synchronize()
-    on_gpu = (e for e in profiler.events() if e.device_type is torch.autograd.DeviceType.CUDA)
+    on_gpu = (e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA)
     return parts_of(((e.name, e.time_range.elapsed_us()) for e in on_gpu), REPLAYS)
 
 

@@ -17,6 +17,7 @@ from quantpolicy.plan import PlannedFusion, QuantPlan
 from quantpolicy.runtime import apply_plan, quantise_weight, unmount
 from quantpolicy.runtime.joined import JoinedLinear, join_linears
 from quantpolicy.schemes import Execution, Scheme
+from tests.gpu.closeness import SAME_ERROR, relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,11 +28,7 @@ pytestmark = [
 ]
 
 FAMILIES = ("wan2.2-ti2v-5b", "hunyuanvideo", "flux.1")
-# Blocks carry on what one Linear rounds otherwise: torchao's int8 twice, a compiler's chains once.
-# Codes then fall differently, which leaves the distance to the dense model as it was but for chance
-# on a model this small: 1.105 times was found.
 LARGEST_ERROR = 0.06
-SAME_ERROR = 1.25
 
 
 @pytest.fixture(params=[Scheme.FP8, Scheme.INT8])
@@ -74,10 +71,6 @@ def on_device(inputs: dict[str, object]) -> dict[str, object]:
 def run(model: nn.Module, inputs: dict[str, object]) -> torch.Tensor:
     with torch.no_grad():
         return model(**inputs)[0]
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def test_equals_torchao_and_comes_back(models):

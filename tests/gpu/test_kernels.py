@@ -20,6 +20,7 @@ from quantpolicy.kernels.row_quantise_fp8 import row_quantise_fp8, row_quantise_
 from quantpolicy.kernels.row_quantise_int8 import row_quantise_int8, row_quantise_int8_reference
 from quantpolicy.kernels.scaled_gemm import scaled_gemm
 from quantpolicy.kernels.scaled_mm_probe import forget_routes, routes, scaled_mm
+from tests.gpu.closeness import relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,10 +55,6 @@ def values(shape: tuple[int, ...], kind: str, dtype: torch.dtype) -> torch.Tenso
         x[::2] = 0.0
         x[::4] = -0.0
     return x.to(dtype)
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def assert_same_bytes(found: torch.Tensor, expected: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ from quantpolicy import Host, Request, resolve
 from quantpolicy.kernels.contract import forget_verdicts
 from quantpolicy.measure.tiny import build_tiny
 from quantpolicy.runtime import OpCounts, apply_plan, op_counts, unmount
+from tests.gpu.closeness import relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,10 +42,6 @@ def output(model: nn.Module, inputs: dict[str, object]) -> Tensor:
     return out
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
-
-
 @pytest.mark.parametrize("family", ["hunyuanvideo", "hunyuanvideo-1.5"])
 def test_the_default_plan_mounts_what_is_free_and_verifies_it(family: str) -> None:
     forget_verdicts()
@@ -57,7 +54,7 @@ def test_the_default_plan_mounts_what_is_free_and_verifies_it(family: str) -> No
         "rope_qkv_pack", "gated_residual", "attention_trim",
     ]  # fmt: skip
     for _ in range(2):
-        assert error(output(model, inputs), expected) < 0.02
+        assert relative_error(output(model, inputs), expected) < 0.02
     after = report.op_counts()
     for op in ("rope_qkv_pack", "gated_residual"):
         assert after[op].calls > before.get(op, NONE).calls
@@ -86,7 +83,7 @@ def test_every_kernel_of_a_high_plan_runs(scheme: str, execution: str) -> None:
     assert ("split_linear" in ops) is (scheme == "dense")
     for _ in range(2):
         # Norms rounded once let codes of fp8 fall differently, which shows on a model this small.
-        assert error(output(model, inputs), expected) < (0.07 if scheme == "fp8" else 0.03)
+        assert relative_error(output(model, inputs), expected) < (0.07 if scheme == "fp8" else 0.03)
     after = report.op_counts()
     for op in (ops - IN_ONE_PASS - MAY_DECLINE) | {"qk_norm_rope_pack"}:
         assert after[op].calls > before.get(op, NONE).calls, (op, after[op])
@@ -126,7 +123,7 @@ def test_the_planned_kernels_of_the_decoder_run() -> None:
     plan = resolve("minimax-h3", host=Host.detect(), request=request)
     report = apply_plan({"vae": model}, plan)
     assert report.declined == {}
-    assert error(decoded(), expected) < 0.01
+    assert relative_error(decoded(), expected) < 0.01
     after = report.op_counts()
     ops = [name.partition(".")[2] for name in report.mounted]
     assert len(ops) == 6

@@ -21,6 +21,7 @@ from quantpolicy.runtime.joined import join_linears
 from quantpolicy.runtime.mount import mount
 from quantpolicy.runtime.weights import quantise_weight
 from quantpolicy.schemes import Scheme
+from tests.gpu.closeness import SAME_ERROR, relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -239,10 +240,6 @@ def output(model: nn.Module, inputs: dict[str, object]) -> Tensor:
     return torch.cat([out.flatten().float() for out in outs])
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
-
-
 def calls() -> int:
     counts = op_counts()
     return counts[OP].calls if OP in counts else 0
@@ -262,10 +259,12 @@ def test_mounted_models_are_close_and_run_the_kernel(family: str, join: bool, fu
     assert calls() - called == 2 * len(blocks_of(model))
     assert not torch.equal(relaxed, before)
     # Other codes here and there, and no more error than the codes have.
-    assert error(relaxed, dense) < 1.2 * error(before, dense)
+    assert relative_error(relaxed, dense) < SAME_ERROR * relative_error(before, dense)
     model.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
     try:
-        assert error(output(model, inputs), dense) < 1.3 * error(before, dense)
+        assert relative_error(output(model, inputs), dense) < SAME_ERROR * relative_error(
+            before, dense
+        )
     finally:
         torch._dynamo.reset()
 

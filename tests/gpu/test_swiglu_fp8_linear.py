@@ -27,6 +27,7 @@ from quantpolicy.measure.tiny import build_tiny
 from quantpolicy.runtime.mount import mount, unmount
 from quantpolicy.runtime.weights import quantise_weight
 from quantpolicy.schemes import Scheme
+from tests.gpu.closeness import SAME_ERROR, relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -159,10 +160,6 @@ def weight_of(rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return row_quantise_fp8(noise(rows, columns) / columns**0.5, 0.0)
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize(("width", "columns"), [(6144, 18432), (0, 10240), (64, 192)])
 def test_products(width: int, columns: int, dtype: torch.dtype) -> None:
@@ -175,9 +172,9 @@ def test_products(width: int, columns: int, dtype: torch.dtype) -> None:
                 expected = swiglu_fp8_linear_reference(*args)
                 for found in (launch_swiglu_fp8_linear(*args), swiglu_fp8_linear(*args)):
                     assert (found.shape, found.dtype) == (expected.shape, dtype)
-                    assert error(found, expected) < 2**-7
+                    assert relative_error(found, expected) < 2**-7
                 exchanged = swiglu_fp8_linear_reference(gate, value, *args[2:])
-                assert error(exchanged, expected) > 2**-7
+                assert relative_error(exchanged, expected) > 2**-7
 
 
 def test_it_alters_nothing_and_repeats_itself() -> None:
@@ -220,7 +217,7 @@ def test_in_a_cuda_graph() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert same_bits(found, swiglu_fp8_linear(*args))
-    assert error(found, swiglu_fp8_linear_reference(*args)) < 2**-7
+    assert relative_error(found, swiglu_fp8_linear_reference(*args)) < 2**-7
 
 
 def test_opcheck() -> None:
@@ -263,15 +260,19 @@ def fused_model(family: str, settings: dict[Scheme, object]) -> tuple[nn.Module,
 def test_mounted_models_are_close_and_run_the_kernel(
     family: str, sites: int, settings: dict[Scheme, object]
 ) -> None:
+    dense, inputs = build_tiny(family)
+    inputs = {name: moved(value) for name, value in inputs.items()}
+    exact = output(dense.cuda(), inputs)
     model, inputs = fused_model(family, settings)
     expected = output(model, inputs)
+    allowed = SAME_ERROR * relative_error(expected, exact)
     before = op_counts()[OP].calls if OP in op_counts() else 0
     assert mount(model, (OP,)).mounted == {OP: sites}
-    assert error(output(model, inputs), expected) < 0.03
+    assert relative_error(output(model, inputs), exact) < allowed
     assert op_counts()[OP].calls == before + sites
     model.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
     try:
-        assert error(output(model, inputs), expected) < 0.05
+        assert relative_error(output(model, inputs), exact) < allowed
     finally:
         torch._dynamo.reset()
     model, inputs = fused_model(family, settings)

@@ -37,6 +37,7 @@ from quantpolicy.runtime.joined import join_linears
 from quantpolicy.runtime.mount import mount
 from quantpolicy.runtime.weights import quantise_weight
 from quantpolicy.schemes import Scheme
+from tests.gpu.closeness import SAME_ERROR, relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -395,10 +396,6 @@ def output(model: nn.Module, inputs: dict[str, object]) -> Tensor:
     return out
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
-
-
 def calls_of(*ops: str) -> dict[str, int]:
     counts = op_counts()
     return {op: counts[op].calls if op in counts else 0 for op in ops}
@@ -409,10 +406,12 @@ def calls_of(*ops: str) -> dict[str, int]:
 def test_mounted_models_are_close_and_run_the_kernels(family: str, kind: str, fuse: Fuse) -> None:
     model, inputs = tiny(family)
     ops = DENSE
+    exact = output(model, inputs)
     if kind != "dense":
         fuse(model, kind == "joined")
         ops = (*DENSE, *QUANTISED)
     expected = output(model, inputs)
+    allowed = 0.03 if kind == "dense" else SAME_ERROR * relative_error(expected, exact)
     assert mount(model, ("gated_residual",)).declined == {}
     for _ in range(2):
         assert same_bits(output(model, inputs), expected)
@@ -420,12 +419,12 @@ def test_mounted_models_are_close_and_run_the_kernels(family: str, kind: str, fu
     # Every norm of a fused model is one that is quantised.
     counted = [op for op in ops if kind == "dense" or op != "layer_norm_fp32"]
     before = calls_of(*counted)
-    assert error(output(model, inputs), expected) < 0.03
+    assert relative_error(output(model, inputs), exact) < allowed
     after = calls_of(*counted)
     assert all(after[op] > before[op] for op in counted)
     model.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
     try:
-        assert error(output(model, inputs), expected) < 0.05
+        assert relative_error(output(model, inputs), exact) < allowed
     finally:
         torch._dynamo.reset()
 
