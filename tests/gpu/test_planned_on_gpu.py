@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from quantpolicy import Host, Request, resolve
+from quantpolicy.kernels import swiglu_linear
 from quantpolicy.kernels.contract import forget_verdicts
 from quantpolicy.measure.tiny import build_tiny
 from quantpolicy.runtime import OpCounts, apply_plan, op_counts, unmount
@@ -92,7 +93,9 @@ def test_every_kernel_of_a_high_plan_runs(scheme: str, execution: str) -> None:
     assert torch.equal(output(model, inputs), output(stock, inputs))
 
 
-def test_the_planned_kernels_of_the_decoder_run() -> None:
+def test_the_planned_kernels_of_the_decoder_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Which of the two is faster beside other tests is chance.
+    monkeypatch.setattr(swiglu_linear, "gains", lambda *_: True)
     from diffusers import AutoencoderKLMiniMaxH3
 
     model = AutoencoderKLMiniMaxH3(

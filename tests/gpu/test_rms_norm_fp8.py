@@ -21,7 +21,7 @@ from quantpolicy.runtime.joined import join_linears
 from quantpolicy.runtime.mount import mount
 from quantpolicy.runtime.weights import quantise_weight
 from quantpolicy.schemes import Scheme
-from tests.gpu.closeness import SAME_ERROR, relative_error
+from tests.gpu.closeness import SAME_ERROR, assert_near_codes, relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -98,12 +98,7 @@ def assert_quantised(x: Tensor, vectors: Vectors) -> None:
     assert ((found - rows).abs() <= limit).all()
     # And not another row's, nor the neighbour's channel.
     assert ((found - rows.roll(1, -1)).abs() > limit).double().mean() > 0.3
-    nearest = rows.to(x.dtype)
-    expected, expected_scale = row_quantise_fp8(nearest, FLOOR)
-    same_scale = (scale == expected_scale).expand_as(codes)
-    assert same_scale.double().mean() > 0.9
-    differs = codes.view(torch.uint8) != expected.view(torch.uint8)
-    assert differs[same_scale].double().mean() < 0.01
+    assert_near_codes((codes, scale), row_quantise_fp8(rows.to(x.dtype), FLOOR))
 
 
 @pytest.mark.parametrize("dtype", HALF)
