@@ -7,7 +7,8 @@ h200 and the tables of ``quantpolicy/step_time.py`` are fitted to), needs no GPU
 for each measured variant of each model, tokens and mode. Exits 1 when a prediction is off by more
 than a fifth, or when the variant that is predicted to be fastest was measured slower than another.
 Joined projections and mounted kernels are measured but not predicted: their rows are left out, as
-are rows that failed. Only rows of one file are ranked among each other.
+are rows that failed. Only rows of one file are ranked among each other. A step that several files
+hold counts by its least time: what disturbs a host makes steps slower, never faster.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from quantpolicy.text import align
 from quantpolicy.workload import RowScale
 
 RESULTS = Path(__file__).parent / "results"
-REFERENCE = (RESULTS / "execution.json",)
+REFERENCE = (RESULTS / "execution.json", RESULTS / "execution_few_tokens.json")
 MOST_ERROR = 0.20
 # Times closer than this are equal: the same step measured twice differs as much.
 NOISE = 0.02
@@ -162,12 +163,20 @@ def misranked(comparisons: Iterable[Comparison]) -> list[str]:
     ]
 
 
+def undisturbed(comparisons: Iterable[Comparison]) -> list[Comparison]:
+    """Return the comparison of each step with the least time that was measured of it."""
+    least: dict[tuple[str, int, str, str], Comparison] = {}
+    for entry in sorted(comparisons, key=lambda entry: entry.measured_ms):
+        least.setdefault((entry.model, entry.tokens, entry.mode, entry.variant), entry)
+    return list(least.values())
+
+
 def inaccurate(comparisons: Iterable[Comparison]) -> list[str]:
-    """Return a sentence for each prediction that is off by more than a fifth."""
+    """Return a sentence for each step whose prediction is off by more than a fifth."""
     return [
         f"{entry.model}, {entry.tokens} tokens, {entry.mode}: {entry.variant} is predicted at "
         f"{entry.ratio:.2f} of its time"
-        for entry in comparisons
+        for entry in undisturbed(comparisons)
         if abs(entry.ratio - 1) > MOST_ERROR
     ]
 

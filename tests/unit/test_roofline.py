@@ -74,6 +74,16 @@ def test_a_prediction_that_is_off_is_told() -> None:
     assert found == ["wan, 1120 tokens, eager: fused_fp8 is predicted at 1.21 of its time"]
 
 
+def test_a_step_of_two_files_counts_by_its_least_time() -> None:
+    quiet, slow = (
+        entry("dense", ms, 100)._replace(results=name) for ms, name in ((95, "a"), (150, "b"))
+    )
+    assert roofline.inaccurate([quiet, slow]) == roofline.inaccurate([slow, quiet]) == []
+    assert len(roofline.inaccurate([slow])) == 1
+    other = slow._replace(mode="compile")
+    assert roofline.undisturbed([slow, quiet, other]) == [quiet, other]
+
+
 def test_a_slower_candidate_first_is_told_for_all_and_for_its_execution() -> None:
     entries = [entry("dense", 10, 10), entry("fused_fp8", 12, 9), entry("torchao_fp8", 20, 19)]
     where = "wan, 1120 tokens, eager"
