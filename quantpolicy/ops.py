@@ -16,8 +16,9 @@ TRITON_SM = 80
 FP8_SM = 89
 TMA_SM = 90
 # Compiled code calls an op from Python. At few rows the host is what a step waits for: at 1,120
-# tokens one of Wan 5B took 32.3 ms with its kernels, 20.8 dense (bench/results/execution.json).
-# The limit lies between those rows and the 27,280 at which the kernels gain.
+# tokens one of Wan 5B took 27.5 ms with its kernels, 20.8 dense
+# (bench/results/execution_few_tokens.json). The limit lies between those rows and the 27,280 at
+# which the kernels gain.
 COMPILED_ROWS = 4096
 
 
