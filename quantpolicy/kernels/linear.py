@@ -19,6 +19,7 @@ from quantpolicy.kernels.int8_linear import int8_linear
 from quantpolicy.kernels.quantised_rows import QuantisedRows
 from quantpolicy.kernels.stored_scheme import scheme_of
 from quantpolicy.kernels.traced import traced_fp8_gemm, traced_fp8_linear, traced_int8_linear
+from quantpolicy.object_class import exchange_class, follows_class
 from quantpolicy.schemes import Scheme
 
 _EXTRA = "extra_"
@@ -64,7 +65,7 @@ class FusedLinear(nn.Linear):
         scheme = _checked_scheme(weight, name)
         former = type(linear)
         del linear.weight
-        linear.__class__ = cls
+        exchange_class(linear, cls)
         assert isinstance(linear, cls)
         linear.name, linear.scheme, linear._former = name, scheme, former
         linear.floor = _floor_of(weight) if scheme is Scheme.FP8 else 0.0
@@ -77,7 +78,7 @@ class FusedLinear(nn.Linear):
         for item in ("qdata", "scale", *(_EXTRA + extra for extra in self._extra_names)):
             delattr(self, item)
         linear: nn.Linear = self
-        linear.__class__ = self._former
+        exchange_class(linear, self._former)
         for item in _OWN:
             delattr(linear, item)
         bias = linear._parameters.pop("bias")
@@ -105,8 +106,15 @@ class FusedLinear(nn.Linear):
         )
         return wrapped
 
+    @follows_class
     def forward(self, x: Tensor | QuantisedRows) -> Tensor:
         """Return ``x @ weight.T + bias`` over the quantised weight, in the dtype of ``x``."""
+        if not isinstance(self, FusedLinear):
+            return type(self).forward(self, x)
+        return self.multiply(x)
+
+    def multiply(self, x: Tensor | QuantisedRows) -> Tensor:
+        """Return what ``forward`` does."""
         _refuse_gradient(self, x.codes if isinstance(x, QuantisedRows) else x)
         if isinstance(x, QuantisedRows):
             return self._of_codes(x)

@@ -10,6 +10,7 @@ from quantpolicy.errors import Mismatch, PlanMismatchError
 from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.kernels.stored_scheme import scheme_of
 from quantpolicy.match import natural_key
+from quantpolicy.object_class import is_forward_replaced
 from quantpolicy.plan import ComponentPlan, KeptLayer, PlannedLayer
 from quantpolicy.runtime.locate import linear_modules, linears_by_weight
 from quantpolicy.schemes import Scheme
@@ -89,7 +90,7 @@ def _layer_mismatches(module: nn.Linear, layer: PlannedLayer | KeptLayer) -> Ite
 def _unquantisable(module: nn.Linear, layer: PlannedLayer) -> Iterator[Mismatch]:
     if type(module) is not nn.Linear:
         yield Mismatch("layer_class", layer.name, "torch.nn.Linear", type(module).__qualname__)
-    elif "forward" in module.__dict__:
+    elif is_forward_replaced(module):
         yield Mismatch(
             "layer_hooked", layer.name, "its own forward", "one that an offload hook replaced"
         )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from quantpolicy.errors import KernelMountError, Mismatch, RequestError
 from quantpolicy.kernels.linear import FusedLinear
+from quantpolicy.object_class import is_forward_replaced
 from quantpolicy.plan import ComponentPlan, QuantPlan
 from quantpolicy.runtime import mount
 from quantpolicy.runtime.joined import JoinedLinear, join_linears, separate_linears
@@ -182,7 +183,7 @@ def allow_casts(root: nn.Module) -> None:
 
 
 def _check_hooks(name: str, module: nn.Linear) -> None:
-    if "forward" in vars(module):
+    if is_forward_replaced(module):
         raise KernelMountError(
             name,
             "its forward was replaced, as offload hooks do",

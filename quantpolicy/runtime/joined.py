@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from quantpolicy.errors import KernelMountError
 from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.kernels.quantised_rows import QuantisedRows
+from quantpolicy.object_class import exchange_class, follows_class
 
 _OWN = ("leader", "index", "start", "stop", "_bias_wants_grad")
 _LEADING = ("parts", "waiting", "_whole")
@@ -70,8 +71,11 @@ class JoinedLinear(FusedLinear):
     def _operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.qdata, self.scale, self.bias
 
+    @follows_class
     def forward(self, x: Tensor | QuantisedRows) -> Tensor:
         """Return ``x @ weight.T + bias``; see ``FusedLinear``."""
+        if not isinstance(self, JoinedLinear):
+            return type(self).forward(self, x)
         leader = self.leader
         waiting = leader.waiting
         source = x.codes if isinstance(x, QuantisedRows) else x
@@ -81,7 +85,7 @@ class JoinedLinear(FusedLinear):
                 leader.waiting = _without(waiting, self.index)
                 return own
         if self is not leader:
-            return super().forward(x)
+            return self.multiply(x)
         whole = self._whole(x)
         rest = (whole[..., part.start : part.stop] for part in self.parts[1:])
         leader.waiting = (source, _version(source), (None, *rest))
@@ -119,7 +123,7 @@ class JoinedLinear(FusedLinear):
 
 
 class _Whole:
-    """What ``FusedLinear.forward`` reads of a Linear, for all parts at once."""
+    """What ``FusedLinear.multiply`` reads of a Linear, for all parts at once."""
 
     def __init__(self, leader: JoinedLinear) -> None:
         self.leader = leader
@@ -147,7 +151,7 @@ class _Whole:
         return FusedLinear._of_codes(self, x)  # type: ignore[arg-type]
 
     def __call__(self, x: Tensor | QuantisedRows) -> Tensor:
-        return FusedLinear.forward(self, x)  # type: ignore[arg-type]
+        return FusedLinear.multiply(self, x)  # type: ignore[arg-type]
 
 
 def join_linears(linears: Sequence[FusedLinear]) -> JoinedLinear:
@@ -164,7 +168,7 @@ def join_linears(linears: Sequence[FusedLinear]) -> JoinedLinear:
         wants_grad = part.bias is not None and part.bias.requires_grad
         del part.qdata, part.scale
         del part._parameters["bias"]
-        part.__class__ = JoinedLinear
+        exchange_class(part, JoinedLinear)
         stop = start + part.out_features
         # Not through setattr, which would register the leader as a child of every part.
         vars(part).update(zip(_OWN, (linears[0], index, start, stop, wants_grad), strict=True))
@@ -190,7 +194,7 @@ def separate_linears(leader: JoinedLinear) -> tuple[FusedLinear, ...]:
         wants_grad = vars(part)["_bias_wants_grad"]
         for name in (*_OWN, *_LEADING):
             vars(part).pop(name, None)
-        part.__class__ = FusedLinear
+        exchange_class(part, FusedLinear)
         part.register_buffer("qdata", qdata, persistent=False)
         part.register_buffer("scale", scale, persistent=False)
         held = None if bias is None else nn.Parameter(bias, requires_grad=wants_grad)

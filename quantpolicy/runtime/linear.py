@@ -21,6 +21,7 @@ from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_am
 from torchao.quantization import Float8Tensor
 
 from quantpolicy.kernels.stored_scheme import scheme_of
+from quantpolicy.object_class import exchange_class, follows_class
 from quantpolicy.plan import SchemeSettings
 from quantpolicy.runtime.weights import WEIGHT_FLOOR, quantise_weight
 from quantpolicy.schemes import Scheme
@@ -42,8 +43,11 @@ class QuantisedLinear(nn.Linear):
     pad_rows: int = 0
     emulate_on_cpu: bool = False
 
+    @follows_class
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input @ weight.T + bias``; ``input``: [..., in_features]."""
+        if not isinstance(self, QuantisedLinear):
+            return type(self).forward(self, input)
         rows = math.prod(input.shape[:-1])
         if rows == 0:
             return input.new_empty((*input.shape[:-1], self.out_features))
@@ -78,7 +82,7 @@ def guard_linear(module: nn.Linear, pad_rows: int = 0) -> QuantisedLinear:
     assert type(module) is nn.Linear, type(module)
     scheme = scheme_of(module.weight)
     assert scheme is not None, type(module.weight)
-    module.__class__ = QuantisedLinear
+    exchange_class(module, QuantisedLinear)
     assert isinstance(module, QuantisedLinear)
     module.pad_rows = pad_rows
     module.emulate_on_cpu = is_emulated_on_cpu(scheme)
@@ -89,7 +93,7 @@ def release_linear(module: nn.Linear) -> None:
     """Make the module a plain Linear again; the weight it holds is the caller's business."""
     for name in ("pad_rows", "emulate_on_cpu"):
         module.__dict__.pop(name, None)
-    module.__class__ = nn.Linear
+    exchange_class(module, nn.Linear)
 
 
 @cache

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from quantpolicy.errors import KernelMountError
+from quantpolicy.object_class import exchange_class, follows_class, is_forward_replaced
 
 # A module or processor of a foreign class, whose attributes a finder checks before it is mounted.
 Part = Any
@@ -98,11 +99,11 @@ def set_slots(target: object, slots: Mapping[str, Slot]) -> None:
     if not slots:
         if current:
             rewrites = {slot.rewrite: None for slot in current.values()}
-            target.__class__ = former
+            exchange_class(target, former)
             for rewrite in rewrites:
                 rewrite._quantpolicy_unmounted(target)
         return
-    target.__class__ = _subclass(former, tuple(sorted(slots.items())))
+    exchange_class(target, _subclass(former, tuple(sorted(slots.items()))))
     for name in slots.keys() - current.keys():
         slots[name].rewrite._quantpolicy_mounted(target, name)
 
@@ -131,8 +132,7 @@ def _switching_forward(former: Any) -> Callable[..., Any]:
 
     # A compiler keeps what it compiled by code object, and so many graphs of each.
     forward.__code__ = forward.__code__.replace(co_name=former.__name__)
-    setattr(forward, _FORWARD, True)
-    return functools.update_wrapper(forward, former.forward)
+    return follows_class(functools.update_wrapper(forward, former.forward))
 
 
 def why_not_plain(module: Part) -> str:
@@ -140,7 +140,7 @@ def why_not_plain(module: Part) -> str:
 
     A forward that a hook has replaced on the object is not the class's own.
     """
-    if _is_replaced(module):
+    if is_forward_replaced(module):
         return "its forward is replaced on the object (an offloading or caching hook)"
     return ""
 
@@ -155,17 +155,9 @@ def why_not_bypassed(module: Part) -> str:
     """Return why a module cannot be computed without its own call, "" when it can."""
     if module._forward_hooks or module._forward_pre_hooks:
         return f"a {type(module).__name__} inside it has hooks"
-    if _is_replaced(module):
+    if is_forward_replaced(module):
         return f"the forward of a {type(module).__name__} inside it is replaced"
     return ""
-
-
-def _is_replaced(module: Part) -> bool:
-    """Return whether an object has a forward that is not its class's; removed hooks leave that."""
-    if "forward" not in vars(module):
-        return False
-    own = getattr(vars(module)["forward"], "__func__", None)
-    return own is not type(module).forward and not hasattr(own, _FORWARD)
 
 
 def is_unhooked(*modules: Part) -> bool:
