@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.timing import envelope, relative_error, sustained_ms, write_json
+from bench.timing import envelope, relative_error, require_gpu, sustained_ms, write_json
 
 TOKENS, HEADS, SIZE = 1285, 32, 64
 TILES = (28, 1)
@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--json", required=True)
     parser.add_argument("--seconds", type=float, default=0.5)
     arguments = parser.parse_args()
+    require_gpu(parser, arguments.json)
     torch.manual_seed(0)
     rows = [row for tiles in TILES for row in bench_tiles(tiles, arguments.seconds)]
     sizes = {"tokens": TOKENS, "heads": HEADS, "size": SIZE}

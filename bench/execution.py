@@ -27,6 +27,7 @@ from bench.timing import (
     gpu_ms,
     graph_ms,
     relative_error,
+    require_gpu,
     wall_ms,
     write_json,
 )
@@ -173,6 +174,7 @@ def main() -> None:
     parser.add_argument("--tokens", action="append", type=int, help="of models; all by default")
     arguments = parser.parse_args()
     _check_tokens(parser, arguments.part or MODELS, arguments.tokens)
+    require_gpu(parser, arguments.json)
     torch.manual_seed(0)
     variants = tuple(dict.fromkeys(arguments.variant or VARIANTS))
     start_compiler()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from bench.timing import copies_for, envelope, graph_ms, write_json
+from bench.timing import copies_for, envelope, graph_ms, require_gpu, write_json
 from quantpolicy.kernels.gemm_tiles import Tiles, choose_tiles
 from quantpolicy.kernels.launch import processors
 from quantpolicy.kernels.scaled_gemm import scaled_gemm
@@ -100,6 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", required=True)
     arguments = parser.parse_args()
+    require_gpu(parser, arguments.json)
     rows = []
     for n, k in SHAPES:
         for m in ROWS:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.quantised import quantised_linear
-from bench.timing import copies_for, envelope, graph_ms, wall_ms, write_json
+from bench.timing import copies_for, envelope, graph_ms, require_gpu, wall_ms, write_json
 from quantpolicy import load_rules
 from quantpolicy.fusions import fusion_places
 from quantpolicy.inventory.shipped import load_inventory
@@ -151,6 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", required=True)
     arguments = parser.parse_args()
+    require_gpu(parser, arguments.json)
     torch.manual_seed(0)
     rows = []
     for row in bench_families():

@@ -25,6 +25,7 @@ from bench.timing import (
     envelope,
     gpu_ms,
     relative_error,
+    require_gpu,
     wall_ms,
     write_json,
 )
@@ -235,6 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", required=True)
     arguments = parser.parse_args()
+    require_gpu(parser, arguments.json)
     torch.manual_seed(0)
     ceiling = copy_ceiling_tb_s()
     rows = [bench_linear_gelu(tokens) for tokens in (256, 27_030, 27_286)]

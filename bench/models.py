@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from bench.timing import envelope, relative_error, write_json
+from bench.timing import envelope, relative_error, require_gpu, write_json
 
 Call = Callable[[], Tensor]
 
@@ -128,6 +128,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
+    require_gpu(parser, arguments.json)
     torch.manual_seed(0)
     rows = families[arguments.family](arguments.quick, arguments.repeats)
     results: dict[str, object] = {"family": arguments.family, "variants": rows}

@@ -27,7 +27,7 @@ from bench.execution_shapes import Inputs, Shape
 from bench.execution_variants import VARIANTS, build_dense, mount_all, planned_kernels, quantise
 from bench.models import Call, counts_by_op, interleaved_ms, uncompiled
 from bench.producers_shapes import PRODUCER_SHAPES
-from bench.timing import envelope, relative_error, write_json
+from bench.timing import envelope, relative_error, require_gpu, write_json
 from quantpolicy.text import align
 
 BASE = "base"
@@ -134,6 +134,7 @@ def main() -> None:
     parser.add_argument("--mode", action="append", choices=MODES)
     parser.add_argument("--turns", type=int, default=TURNS)
     arguments = parser.parse_args()
+    require_gpu(parser, arguments.json)
     torch.manual_seed(0)
     start_compiler()
     rows: list[Row] = []

@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from bench.kernel_case import noise
-from bench.timing import copies_for, copy_ceiling_tb_s, envelope, gpu_ms, write_json
+from bench.timing import copies_for, copy_ceiling_tb_s, envelope, gpu_ms, require_gpu, write_json
 from quantpolicy.kernels import activated_rows, layer_norm_rows, row_tiles
 from quantpolicy.kernels.add_layer_norm_fp8 import launch_add_layer_norm_fp8
 from quantpolicy.kernels.gelu_fp8_linear import gelu_quantise
@@ -189,6 +189,7 @@ def main() -> None:
     parser.add_argument("--json", required=True)
     parser.add_argument("--op", action="append", choices=tuple(KERNELS))
     arguments = parser.parse_args()
+    require_gpu(parser, arguments.json)
     torch.manual_seed(0)
     ceiling = copy_ceiling_tb_s()
     rows: list[dict[str, object]] = []

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench.execution_models import captured_step
 from bench.execution_shapes import SHAPES
 from bench.execution_variants import VARIANTS, build_dense, made_variant
-from bench.timing import envelope, gpu_ms, write_json
+from bench.timing import envelope, gpu_ms, require_gpu, write_json
 from quantpolicy.text import align
 
 TOKENS = (1120,)
@@ -115,6 +115,7 @@ def main() -> None:
     if unknown := set(tokens) - set(SHAPES[arguments.part].image_tokens):
         allowed = " or ".join(map(str, SHAPES[arguments.part].image_tokens))
         parser.error(f"--tokens: {arguments.part} is measured at {allowed}, not at {unknown.pop()}")
+    require_gpu(parser, arguments.json)
     torch.manual_seed(0)
     rows = bench(arguments.part, tokens, tuple(dict.fromkeys(arguments.variant or CHOSEN)))
     write_json(arguments.json, envelope(rows=rows))

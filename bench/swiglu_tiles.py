@@ -19,7 +19,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.runtime.errors import OutOfResources
 
-from bench.timing import copies_for, envelope, relative_error, sustained_ms, write_json
+from bench.timing import (
+    copies_for,
+    envelope,
+    relative_error,
+    require_gpu,
+    sustained_ms,
+    write_json,
+)
 from quantpolicy.kernels.gated_tiles import GATED_TILES, GatedTiles
 from quantpolicy.kernels.swiglu import swiglu
 from quantpolicy.kernels.swiglu_linear import launch_swiglu_linear
@@ -121,6 +128,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--seconds", type=float, default=0.5)
     arguments = parser.parse_args()
+    require_gpu(parser, arguments.json)
     torch.manual_seed(0)
     rows = [row for m in arguments.rows for row in bench_rows(m, arguments.seconds)]
     write_json(arguments.json, envelope(k=K, n=N, seconds=arguments.seconds, ways=rows))

@@ -7,6 +7,7 @@ purpose.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import itertools
 import json
@@ -35,6 +36,14 @@ def envelope(**results: object) -> dict[str, object]:
         **provenance(),
         **results,
     }
+
+
+def require_gpu(parser: argparse.ArgumentParser, json_path: str) -> None:
+    """Refuse a run that could not be made, or whose results could not be written."""
+    if not torch.cuda.is_available():
+        parser.error("a CUDA device is needed, and torch finds none here")
+    if not Path(json_path).parent.is_dir():
+        parser.error(f"--json: {Path(json_path).parent} is no folder; make it first")
 
 
 def _version(name: str) -> str:
