@@ -58,11 +58,14 @@ def peak_gib(call: Callable[[], object]) -> dict[str, float]:
     return {"held_gib": held, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
-def psnr_db(out: Tensor, reference: Tensor) -> float:
-    """Return the peak signal-to-noise ratio; the peak is the reference's range."""
+def psnr_db(out: Tensor, reference: Tensor) -> float | None:
+    """Return the peak signal-to-noise ratio, nothing for equal values.
+
+    The peak is the reference's range.
+    """
     mse = float((out.double() - reference.double()).square().mean())
     peak = float(reference.max() - reference.min())
-    return math.inf if mse == 0 else 10 * math.log10(peak**2 / mse)
+    return None if mse == 0 else 10 * math.log10(peak**2 / mse)
 
 
 def measure(name: str, call: Call, reference: Tensor | None, repeats: int) -> dict[str, object]:

@@ -10,12 +10,17 @@ from pathlib import Path
 
 
 def provenance() -> dict[str, object]:
-    """Return the date, the revision and the command of this run."""
+    """Return the date, the revision and the command of this run, without the machine's folders."""
     return {
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "revision": _revision(),
-        "command": " ".join(["python", "-m", _module_name(), *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", _module_name(), *map(_portable, sys.argv[1:])]),
     }
+
+
+def _portable(argument: str) -> str:
+    path = Path(argument)
+    return path.name if path.is_absolute() else argument
 
 
 def _module_name() -> str:
