@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from accelerate import cpu_offload
@@ -15,7 +17,7 @@ from quantpolicy.kernels.linear import FusedLinear
 from quantpolicy.measure.tiny import build_tiny
 from quantpolicy.ops import MOUNTABLE
 from quantpolicy.runtime.mount import mount, unmount
-from quantpolicy.runtime.mounts.site import is_unhooked
+from quantpolicy.runtime.mounts.site import former_class, is_unhooked
 from quantpolicy.runtime.weights import quantise_weight
 from quantpolicy.schemes import Scheme
 
@@ -100,6 +102,71 @@ def test_hooks_removed_before_the_mount_comes_off(family, fused):
     assert is_equal(run(model, inputs), relaxed)
     unmount(model)
     assert is_equal(run(model, inputs), stock)
+
+
+NORMS = ("layer_norm_fp8", "add_layer_norm_fp8", "rms_norm_fp8")
+# What codes go through, and the Linears that read them, by the last parts of their names.
+CALLS = ("attn", "attn1", "attn2", "attention", "ff", "ff_context", "ffn", "feed_forward")
+INNER = ("attn", "attn1", "attn2", "attention", "ff.net.0", "ff_context.net.0", "ffn.net.0", "w1")
+READERS = ("to_q", "add_k_proj", "net.0.proj", "proj_mlp", "w3")
+
+
+def ends_in(name: str, ends: tuple[str, ...]) -> bool:
+    return any(f".{name}".endswith(f".{end}") for end in ends)
+
+
+@pytest.mark.parametrize("family", [Z_IMAGE, MINIMAX, HUNYUAN, WAN, WAN_IMAGE])
+@pytest.mark.parametrize("ends", [CALLS, INNER, READERS])
+def test_what_is_hooked_later_between_a_norm_and_its_readers_sees_rows(family, ends, fused):
+    model, inputs = build_tiny(family)
+    fused(model)
+    stock = run(model, inputs)
+    assert mount(model, NORMS).mounted
+    seen: list[object] = []
+
+    def see(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        seen.extend((*args, *kwargs.values())[:1])
+
+    for name, module in model.named_modules():
+        if ends_in(name, ends):
+            module.register_forward_pre_hook(see, with_kwargs=True)
+    assert is_equal(run(model, inputs), stock)
+    assert {type(x) for x in seen} == {Tensor}
+
+
+@pytest.mark.parametrize("family", [Z_IMAGE, MINIMAX, HUNYUAN, WAN, WAN_IMAGE])
+def test_what_is_exchanged_later_between_a_norm_and_its_readers_sees_rows(family, fused):
+    model, inputs = build_tiny(family)
+    fused(model)
+    stock = run(model, inputs)
+    assert mount(model, NORMS).mounted
+    seen: list[object] = []
+
+    class Seeing(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args: object) -> object:
+            seen.append(args[0])
+            return self.inner(*args)
+
+    def seeing(kind: type) -> object:
+        @functools.wraps(kind.__call__)
+        def call(self, attn, hidden_states, *args, **kwargs):
+            seen.append(hidden_states)
+            return kind.__call__(self, attn, hidden_states, *args, **kwargs)
+
+        return type("Seeing", (kind,), {"__call__": call})()
+
+    for name, module in list(model.named_modules()):
+        owner, _, last = name.rpartition(".")
+        if last in ("ff", "ff_context", "ffn", "feed_forward"):
+            setattr(model.get_submodule(owner), last, Seeing(module))
+        if hasattr(module, "processor"):
+            module.processor = seeing(former_class(module.processor))
+    assert is_equal(run(model, inputs), stock)
+    assert {type(x) for x in seen} == {Tensor}
 
 
 def test_what_counts_as_a_hook():

@@ -183,7 +183,7 @@ def test_a_projection_exchanged_later_gets_rows(fused, rounded_once):
         ),
         (
             lambda model: setattr(model.transformer_blocks[1].ff_context.net, "0", nn.Identity()),
-            "transformer_blocks.1: a feed-forward's entry is a Identity",
+            "transformer_blocks.1: in the place of a GELU is a Identity",
         ),
         (
             lambda model: model.single_transformer_blocks[1].proj_mlp.register_forward_pre_hook(

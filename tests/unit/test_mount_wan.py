@@ -202,6 +202,16 @@ def test_blocks_without_a_norm_before_cross_attention():
             "blocks.1: its attention processor is a builtin_function_or_method",
         ),
         (
+            lambda block: setattr(block, "ffn", nn.Sequential(block.ffn)),
+            "add_layer_norm_fp8",
+            "blocks.1: in the place of a FeedForward is a Sequential",
+        ),
+        (
+            lambda block: setattr(block, "attn2", nn.Identity()),
+            "add_layer_norm_fp8",
+            "blocks.1: in the place of a WanAttention is a Identity",
+        ),
+        (
             lambda block: setattr(block, "norm1", nn.LayerNorm(128)),
             "layer_norm_fp32",
             "blocks.1: a norm is a LayerNorm",
@@ -223,6 +233,17 @@ def test_one_rejected_site_leaves_the_whole_fusion_out(spoil, op, reason, fused)
     assert report.mounted == {}
     assert report.declined == {op: reason}
     assert classes(model) == kinds
+
+
+def test_projections_of_another_class_keep_their_norms_and_rotation_fused():
+    model, inputs = build_tiny(PER_TOKEN)
+    before = output(model, inputs)
+    for block in model.blocks:
+        block.attn1.to_q, block.attn2.to_k = (
+            nn.Sequential(linear) for linear in (block.attn1.to_q, block.attn2.to_k)
+        )
+    assert mount(model, DENSE).declined == {}
+    assert torch.equal(output(model, inputs), before)
 
 
 def test_norms_of_a_head_and_across_heads_have_no_site_in_each_other_s_models():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from diffusers.models.activations import GELU
+from diffusers.models.activations import GELU, SwiGLU
 from diffusers.models.attention import FeedForward
 from torch import Tensor, nn
 
@@ -19,6 +19,7 @@ from quantpolicy.runtime.mounts.site import (
     former_class,
     is_unhooked,
     why_not_bypassed,
+    why_not_passed_on,
     why_not_plain,
 )
 from quantpolicy.schemes import Scheme
@@ -62,6 +63,16 @@ def read_codes(linears: Iterable[Part]) -> bool:
     """Return whether Linears read the same e4m3 codes: fp8 ones with one activation floor."""
     first, *others = linears
     return is_fp8(first) and all(is_fp8(one) and one.floor == first.floor for one in others)
+
+
+def take_codes(linears: Sequence[Part]) -> bool:
+    """Return whether Linears can be given codes; asked at every call, for hooks read rows."""
+    return bool(linears) and read_codes(linears) and is_unhooked(*linears)
+
+
+def why_not_entered(ff: Part) -> str:
+    """Return why codes do not reach the first Linear of a feed-forward, "" when they do."""
+    return why_not_passed_on(ff, FeedForward) or why_not_passed_on(ff.net[0], GELU, SwiGLU)
 
 
 def find_gelu_fp8_linear(model: nn.Module) -> Sites:

@@ -7,6 +7,7 @@ Each rewrite computes what diffusers' forward computes. What a fused part comput
 from __future__ import annotations
 
 import torch
+from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
 from quantpolicy.kernels.gated_residual import gated_residual
@@ -16,9 +17,15 @@ from quantpolicy.kernels.layer_norm_modulate import layer_norm_modulate
 from quantpolicy.kernels.linear_gelu import linear_gelu
 from quantpolicy.kernels.quantised_rows import QuantisedRows
 from quantpolicy.kernels.split_linear import split_linear
-from quantpolicy.runtime.mounts.feed_forward import is_free_fp8, read_codes
+from quantpolicy.runtime.mounts.feed_forward import is_free_fp8, take_codes, why_not_entered
 from quantpolicy.runtime.mounts.hunyuanvideo_attention import Rotary
-from quantpolicy.runtime.mounts.site import Part, Rewrite, is_free_dense, is_unhooked
+from quantpolicy.runtime.mounts.site import (
+    Part,
+    Rewrite,
+    is_free_dense,
+    is_unhooked,
+    why_not_passed_on,
+)
 
 
 class DualBlock(Rewrite):
@@ -215,14 +222,28 @@ def readers_of(block: Part, name: str) -> tuple[Part, ...]:
 
 
 def floor_of_codes(block: Part, name: str) -> float | None:
-    """Return the activation floor of what reads a norm's codes, None where it is to give rows."""
-    if not (block.quantises_norms and is_unhooked(block._modules[name])):
+    """Return the activation floor of what reads a norm's codes, None where it is to give rows.
+
+    Asked at every call: what is hooked or exchanged after a mount gets rows.
+    """
+    if not block.quantises_norms or why_not_passed(block, name):
         return None
-    if not (name.startswith("norm2") or _does(block.attn.processor, "takes_codes")):
+    is_adaptive = not name.startswith("norm2")
+    if is_adaptive and not _does(block.attn.processor, "takes_codes"):
+        return None
+    norm = block._modules[name]
+    if not is_unhooked(norm, norm.norm if is_adaptive else norm):
         return None
     readers = readers_of(block, name)
-    floor: float | None = readers[0].floor if read_codes(readers) else None
+    floor: float | None = readers[0].floor if take_codes(readers) else None
     return floor
+
+
+def why_not_passed(block: Part, name: str) -> str:
+    """Return why the codes of a block's norm reach no Linear, "" when they do."""
+    if name.startswith("norm2"):
+        return why_not_entered(block.ff if name == "norm2" else block.ff_context)
+    return why_not_passed_on(block.attn, Attention)
 
 
 def _does(processor: Part, slot: str) -> bool:

@@ -22,6 +22,7 @@ from quantpolicy.runtime.mounts.hunyuanvideo import (
     ModulatingNorm,
     SingleBlock,
     readers_of,
+    why_not_passed,
 )
 from quantpolicy.runtime.mounts.hunyuanvideo_attention import JointAttention
 from quantpolicy.runtime.mounts.quantised_norm import why_not_read_as_codes
@@ -166,18 +167,15 @@ def _why_not_codes(block: Part, is_single: bool) -> str:
     """Return why no norm of a block can give codes to its readers, "" when one can."""
     first = ("norm",) if is_single else ("norm1", "norm1_context")
     second = () if is_single else ("norm2", "norm2_context")
-    reason = _why_not_attention(block.attn) or why_not_bypassed(block.attn)
+    reason = _why_not_attention(block.attn)
     for norm in (block._modules[name] for name in first):
         if former_class(norm) not in (AdaLayerNormZero, AdaLayerNormZeroSingle):
             reason = reason or f"a norm is a {type(norm).__name__}"
         reason = reason or why_not_bypassed(norm) or _why_not_adaptive(norm)
     for norm in (block._modules[name] for name in second):
         reason = reason or _why_not_norm(norm)
-    for ff in () if is_single else (block.ff, block.ff_context):
-        entry = ff.net[0]
-        if not isinstance(entry, GELU):
-            reason = reason or f"a feed-forward's entry is a {type(entry).__name__}"
-        reason = reason or why_not_bypassed(ff) or why_not_bypassed(entry)
+    for name in (*first, *second):
+        reason = reason or why_not_passed(block, name)
     if reason:
         return reason
     return why_not_read_as_codes([readers_of(block, name) for name in (*first, *second)])

@@ -6,12 +6,16 @@ Each rewrite computes what diffusers' forward computes. What a fused part comput
 
 from __future__ import annotations
 
+from diffusers.models.transformers.transformer_minimax_h3 import (
+    MiniMaxH3Attention,
+    MiniMaxH3AttnProcessor,
+)
 from torch import Tensor
 
 from quantpolicy.kernels.quantised_rows import QuantisedRows
-from quantpolicy.runtime.mounts.feed_forward import read_codes
+from quantpolicy.runtime.mounts.feed_forward import take_codes, why_not_entered
 from quantpolicy.runtime.mounts.quantised_norm import Readers, quantised_rows
-from quantpolicy.runtime.mounts.site import Part, Rewrite, is_unhooked
+from quantpolicy.runtime.mounts.site import Part, Rewrite, is_unhooked, why_not_attended_by
 
 # Tables [R, D] of shift and scale.
 Tables = tuple[Tensor, Tensor]
@@ -29,20 +33,19 @@ class RefinerBlock(Rewrite):
 
     def forward(self: Part, hidden_states: Tensor) -> Tensor:
         """Return the rows after the block."""
-        first, second = readers_of(self)
-        stream = hidden_states + self.attn(self._normed(self.norm1, hidden_states, first))
-        added: Tensor = stream + self.ff(self._normed(self.norm2, stream, second))
+        stream = hidden_states + self.attn(self._normed(0, hidden_states))
+        added: Tensor = stream + self.ff(self._normed(1, stream))
         return added
 
     def _normed(
         self: Part,
-        norm: Part,
+        which: int,
         x: Tensor,
-        readers: Readers,
         tables: Tables | None = None,
         index: Tensor | None = None,
     ) -> Tensor | QuantisedRows:
-        gives_codes = self.quantises and read_codes(readers) and is_unhooked(norm)
+        norm, readers = (self.norm1, self.norm2)[which], self._free_readers(which)
+        gives_codes = take_codes(readers) and is_unhooked(norm)
         if tables is None or index is None:
             return quantised_rows(norm, x, readers) if gives_codes else norm(x)
         shift, scale = tables
@@ -50,6 +53,12 @@ class RefinerBlock(Rewrite):
             return quantised_rows(norm, x, readers, 1.0 + scale, shift, index)
         modulated: Tensor = norm(x) * (1.0 + scale.index_select(0, index))
         return modulated + shift.index_select(0, index)
+
+    def _free_readers(self: Part, which: int) -> Readers:
+        """Return the Linears that codes of a norm reach now."""
+        if not self.quantises or why_not_passed(self, which):
+            return ()
+        return readers_of(self, which)
 
 
 class Block(RefinerBlock):
@@ -65,17 +74,29 @@ class Block(RefinerBlock):
     ) -> Tensor:
         """Return the rows after the block."""
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.adaln_proj(temb)
-        first, second = readers_of(self)
-        normed = self._normed(self.norm1, hidden_states, first, (shift, scale), adaln_indices)
+        normed = self._normed(0, hidden_states, (shift, scale), adaln_indices)
         update = self.attn(normed, rotary_emb, attention_mask)
         stream = hidden_states + gate.index_select(0, adaln_indices) * update
-        normed = self._normed(self.norm2, stream, second, (mlp_shift, mlp_scale), adaln_indices)
+        normed = self._normed(1, stream, (mlp_shift, mlp_scale), adaln_indices)
         added: Tensor = stream + mlp_gate.index_select(0, adaln_indices) * self.ff(normed)
         return added
 
 
-def readers_of(block: Part) -> tuple[Readers, Readers]:
+def why_not_passed(block: Part, which: int) -> str:
+    """Return why the codes of one of a block's two norms reach no Linear, "" when they do."""
+    if which == 1:
+        return why_not_entered(block.ff)
+    return why_not_attended_by(block.attn, MiniMaxH3Attention, MiniMaxH3AttnProcessor)
+
+
+def all_readers(block: Part) -> tuple[Readers, Readers]:
+    """Return the Linears that read each of the two norms."""
+    return readers_of(block, 0), readers_of(block, 1)
+
+
+def readers_of(block: Part, which: int) -> Readers:
     """Return the Linears that read the norm before attention, and that before feed-forward."""
+    if which == 1:
+        return (block.ff.net[0].proj,)
     attn = block.attn
-    linears = (attn.to_qkv,) if attn.fused_projections else (attn.to_q, attn.to_k, attn.to_v)
-    return linears, (block.ff.net[0].proj,)
+    return (attn.to_qkv,) if attn.fused_projections else (attn.to_q, attn.to_k, attn.to_v)

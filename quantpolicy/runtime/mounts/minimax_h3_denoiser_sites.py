@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from diffusers.models.transformers.transformer_minimax_h3 import (
-    MiniMaxH3AttnProcessor,
     MiniMaxH3TokenRefinerBlock,
     MiniMaxH3TransformerBlock,
 )
 from torch import nn
 
-from quantpolicy.runtime.mounts.minimax_h3_denoiser import Block, RefinerBlock, readers_of
+from quantpolicy.runtime.mounts.minimax_h3_denoiser import (
+    Block,
+    RefinerBlock,
+    all_readers,
+    why_not_passed,
+)
 from quantpolicy.runtime.mounts.quantised_norm import find_read_as_codes, why_not_quantised
 from quantpolicy.runtime.mounts.site import (
     Part,
@@ -20,7 +24,6 @@ from quantpolicy.runtime.mounts.site import (
     Sites,
     former_class,
     why_not_plain,
-    why_not_processor,
 )
 
 _REWRITES: dict[type, type[Rewrite]] = {
@@ -30,16 +33,15 @@ _REWRITES: dict[type, type[Rewrite]] = {
 
 
 def _quantises_site(name: str, block: Part) -> tuple[Site, str]:
-    attn, ff = block.attn, block.ff
-    reason = why_not_plain(block) or why_not_processor(attn, MiniMaxH3AttnProcessor)
-    norms, between = (block.norm1, block.norm2), (attn, ff, ff.net[0])
-    reason = reason or why_not_quantised(norms, nn.RMSNorm, between, readers_of(block))
+    reason = why_not_plain(block) or why_not_passed(block, 0) or why_not_passed(block, 1)
+    norms = (block.norm1, block.norm2)
+    reason = reason or why_not_quantised(norms, nn.RMSNorm, all_readers(block))
     return Site(name, block, _REWRITES[former_class(block)], "quantises"), reason
 
 
 def find_rms_norm_fp8(model: nn.Module) -> Sites:
     """Return the blocks in which fp8 Linears in fused execution read a norm."""
-    return find_read_as_codes(model, _REWRITES, readers_of, _quantises_site)
+    return find_read_as_codes(model, _REWRITES, all_readers, _quantises_site)
 
 
 FINDERS: dict[str, Callable[[nn.Module], Sites]] = {"rms_norm_fp8": find_rms_norm_fp8}

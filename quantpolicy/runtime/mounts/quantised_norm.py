@@ -69,14 +69,11 @@ def why_not_read_as_codes(readers: Sequence[Readers]) -> str:
     return ""
 
 
-def why_not_quantised(
-    norms: Iterable[Part], kind: type, between: Iterable[Part], readers: Sequence[Readers]
-) -> str:
+def why_not_quantised(norms: Sequence[Part], kind: type, readers: Sequence[Readers]) -> str:
     """Return why codes cannot go from RMSNorms to Linears, "" when they can.
 
     Args:
         kind: class of each norm.
-        between: the modules whose calls pass the codes on.
         readers: the Linears behind each norm.
     """
     for norm in norms:
@@ -84,7 +81,7 @@ def why_not_quantised(
             return f"a norm is no {kind.__name__} with a weight and an eps"
         if getattr(norm, "bias", None) is not None:
             return "a norm has a bias"
-    for part in (*norms, *between):
-        if reason := why_not_bypassed(part):
+    for norm in norms:
+        if reason := why_not_bypassed(norm):
             return reason
     return why_not_read_as_codes(readers)

@@ -160,6 +160,22 @@ def why_not_bypassed(module: Part) -> str:
     return ""
 
 
+def why_not_passed_on(module: Part, *kinds: type) -> str:
+    """Return why a module may not hand on codes as it hands on rows, "" when it does.
+
+    Args:
+        kinds: the classes that are known to.
+    """
+    if former_class(module) not in kinds:
+        return f"in the place of a {kinds[0].__name__} is a {former_class(module).__name__}"
+    return why_not_bypassed(module)
+
+
+def why_not_attended_by(attn: Part, kind: type, processor: type) -> str:
+    """Return why an attention of a class may not take codes as it takes rows, "" when it does."""
+    return why_not_passed_on(attn, kind) or why_not_processor(attn, processor)
+
+
 def is_unhooked(*modules: Part) -> bool:
     """Return whether modules can still be computed without their own calls.
 

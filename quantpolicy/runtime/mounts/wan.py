@@ -7,6 +7,7 @@ Each rewrite computes what diffusers' forward computes. What a fused part comput
 from __future__ import annotations
 
 from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from torch import Tensor, nn
 
 from quantpolicy.kernels.add_layer_norm_fp8 import add_layer_norm_fp8
@@ -20,8 +21,8 @@ from quantpolicy.kernels.qk_norm_rope_across_heads import (
 from quantpolicy.kernels.quantised_rows import QuantisedRows
 from quantpolicy.kernels.rms_norm import rms_norm
 from quantpolicy.kernels.token_rows import full_vector
-from quantpolicy.runtime.mounts.feed_forward import read_codes
-from quantpolicy.runtime.mounts.site import Part, Rewrite, is_unhooked
+from quantpolicy.runtime.mounts.feed_forward import take_codes, why_not_entered
+from quantpolicy.runtime.mounts.site import Part, Rewrite, is_unhooked, why_not_attended_by
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -81,13 +82,13 @@ class Block(Rewrite):
     ) -> tuple[Tensor, Tensor | QuantisedRows]:
         norm = self._modules[_NORMS[index]]
         if self.adds and isinstance(norm, nn.LayerNorm) and is_unhooked(norm):
-            readers = readers_of(self, index)
-            if read_codes(readers):
+            floor = floor_of_codes(self, index)
+            if floor is not None:
                 added = (stream, update, *(gate or NO_VECTOR))
                 affine = (norm.weight, norm.bias)
                 modulation = (*(scale or NO_VECTOR), *(shift or NO_VECTOR))
                 stream, codes, row_scale = add_layer_norm_fp8(
-                    *added, *affine, *modulation, norm.eps, readers[0].floor
+                    *added, *affine, *modulation, norm.eps, floor
                 )
                 return stream, QuantisedRows(codes, row_scale, stream.dtype)
         stream = stream + update if gate is None else self._added(stream, update, gate)
@@ -105,9 +106,9 @@ class Block(Rewrite):
             modulation = (*(scale or NO_VECTOR), *(shift or NO_VECTOR))
             args = (x, norm.weight, norm.bias, *modulation, norm.eps)
             if self.quantises:
-                readers = readers_of(self, index)
-                if read_codes(readers):
-                    return QuantisedRows(*layer_norm_fp8(*args, readers[0].floor), x.dtype)
+                floor = floor_of_codes(self, index)
+                if floor is not None:
+                    return QuantisedRows(*layer_norm_fp8(*args, floor), x.dtype)
             if self.norms:
                 return layer_norm_fp32(*args)
         normed: Tensor = norm(x.float())
@@ -119,6 +120,26 @@ class Block(Rewrite):
         if self.gates:
             return gated_residual(stream, update, gate[0], True, gate[1])
         return (stream.float() + update * full_vector(*gate)).type_as(stream)
+
+
+def floor_of_codes(block: Part, index: int) -> float | None:
+    """Return the activation floor of what reads a norm's codes, None where it is to give rows.
+
+    Asked at every call: what is hooked or exchanged after a mount gets rows.
+    """
+    if why_not_passed(block, index):
+        return None
+    readers = readers_of(block, index)
+    floor: float | None = readers[0].floor if take_codes(readers) else None
+    return floor
+
+
+def why_not_passed(block: Part, index: int) -> str:
+    """Return why the codes of one of a block's three norms reach no Linear, "" when they do."""
+    if index == len(_NORMS) - 1:
+        return why_not_entered(block.ffn)
+    attn = block.attn1 if index == 0 else block.attn2
+    return why_not_attended_by(attn, WanAttention, WanAttnProcessor)
 
 
 def readers_of(block: Part, index: int) -> tuple[Part, ...]:

@@ -22,7 +22,7 @@ from quantpolicy.runtime.mounts.site import (
     why_not_plain,
     why_not_processor,
 )
-from quantpolicy.runtime.mounts.wan import Attention, Block, readers_of
+from quantpolicy.runtime.mounts.wan import Attention, Block, readers_of, why_not_passed
 
 
 def _blocks(model: nn.Module) -> Iterator[tuple[str, Part]]:
@@ -51,12 +51,9 @@ def _why_not_layer_norm(norm: Part) -> str:
 def _codes_site(name: str, block: Part, slot: str, norms: tuple[int, ...]) -> tuple[Site, str]:
     """Return the block, if the readers of one of the norms at least are fp8 Linears."""
     site, reason = Site(name, block, Block, slot), _norms_site(name, block)[1]
-    for part in (block.attn1, block.attn2, block.ffn, block.ffn.net[0]):
-        reason = reason or why_not_bypassed(part)
-    for attn in (block.attn1, block.attn2):
-        reason = reason or why_not_processor(attn, WanAttnProcessor)
-    readers = [readers_of(block, index) for index in norms]
-    return site, reason or why_not_read_as_codes(readers)
+    for index in norms:
+        reason = reason or why_not_passed(block, index)
+    return site, reason or why_not_read_as_codes([readers_of(block, index) for index in norms])
 
 
 def _quantises_site(name: str, block: Part) -> tuple[Site, str]:
@@ -87,12 +84,11 @@ def _cross_norms_site(name: str, block: Part) -> tuple[Site, str]:
 def _why_not_attention(attn: Part) -> str:
     if reason := why_not_processor(attn, WanAttnProcessor):
         return reason
-    for norm, linear in ((attn.norm_q, attn.to_q), (attn.norm_k, attn.to_k)):
+    for norm, size in ((attn.norm_q, attn.inner_dim), (attn.norm_k, attn.kv_inner_dim)):
         if type(norm) is not nn.RMSNorm or norm.weight is None or norm.eps is None:
             return "queries and keys have no RMSNorm with a weight and an eps"
-        channels = (linear.out_features,)
-        if norm.weight.shape != channels:
-            return f"a norm weight is {tuple(norm.weight.shape)}, not all heads' {channels}"
+        if norm.weight.shape != (size,):
+            return f"a norm weight is {tuple(norm.weight.shape)}, not all heads' {(size,)}"
         if reason := why_not_bypassed(norm):
             return reason
     return why_not_plain(attn)

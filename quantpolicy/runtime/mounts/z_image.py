@@ -8,12 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from diffusers.models.attention_processor import Attention
+from diffusers.models.transformers.transformer_z_image import (
+    FeedForward,
+    ZSingleStreamAttnProcessor,
+)
 from torch import Tensor
 
 from quantpolicy.kernels.quantised_rows import QuantisedRows
-from quantpolicy.runtime.mounts.feed_forward import read_codes
+from quantpolicy.runtime.mounts.feed_forward import take_codes
 from quantpolicy.runtime.mounts.quantised_norm import Readers, quantised_rows
-from quantpolicy.runtime.mounts.site import Part, Rewrite, is_unhooked
+from quantpolicy.runtime.mounts.site import (
+    Part,
+    Rewrite,
+    is_unhooked,
+    why_not_attended_by,
+    why_not_passed_on,
+)
 
 
 class Block(Rewrite):
@@ -42,26 +53,40 @@ class Block(Rewrite):
             scale, gate, mlp_scale, mlp_gate = _modulation(
                 self, adaln_input, noise_mask, adaln_noisy, adaln_clean
             )
-        first, second = readers_of(self)
-        normed = self._normed(self.attention_norm1, x, first, scale)
+        normed = self._normed(0, x, scale)
         update = self.attention(normed, attention_mask=attn_mask, freqs_cis=freqs_cis)
         x = _added(x, self.attention_norm2(update), gate)
-        normed = self._normed(self.ffn_norm1, x, second, mlp_scale)
+        normed = self._normed(1, x, mlp_scale)
         return _added(x, self.ffn_norm2(self.feed_forward(normed)), mlp_gate)
 
-    def _normed(
-        self: Part, norm: Part, x: Tensor, readers: Readers, scale: Tensor | None
-    ) -> Tensor | QuantisedRows:
-        if self.quantises and read_codes(readers) and is_unhooked(norm):
-            return quantised_rows(norm, x, readers, scale)
+    def _normed(self: Part, index: int, x: Tensor, scale: Tensor | None) -> Tensor | QuantisedRows:
+        norm = (self.attention_norm1, self.ffn_norm1)[index]
+        if self.quantises and is_unhooked(norm) and not why_not_passed(self, index):
+            readers = readers_of(self, index)
+            if take_codes(readers):
+                return quantised_rows(norm, x, readers, scale)
         normed: Tensor = norm(x)
         return normed if scale is None else normed * scale
 
 
-def readers_of(block: Part) -> tuple[Readers, Readers]:
+def why_not_passed(block: Part, index: int) -> str:
+    """Return why the codes of one of a block's two norms reach no Linear, "" when they do."""
+    if index == 0:
+        return why_not_attended_by(block.attention, Attention, ZSingleStreamAttnProcessor)
+    return why_not_passed_on(block.feed_forward, FeedForward)
+
+
+def all_readers(block: Part) -> tuple[Readers, Readers]:
+    """Return the Linears that read each of the two norms."""
+    return readers_of(block, 0), readers_of(block, 1)
+
+
+def readers_of(block: Part, index: int) -> Readers:
     """Return the Linears that read the norm before attention, and that before feed-forward."""
-    attn, ff = block.attention, block.feed_forward
-    return (attn.to_q, attn.to_k, attn.to_v), (ff.w1, ff.w3)
+    if index == 1:
+        return block.feed_forward.w1, block.feed_forward.w3
+    attn = block.attention
+    return attn.to_q, attn.to_k, attn.to_v
 
 
 def _modulation(
