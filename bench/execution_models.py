@@ -70,12 +70,12 @@ def _bench_mode(
             row = {"variant": variant, "tokens": tokens, "mode": mode, "first_s": seconds}
             row |= _measure(model, call, outputs[tokens], tokens=tokens, held=held)
             # At many tokens the host is far ahead of an eager step: a graph of it is no faster.
-            if _can_be_captured(shape, variant) and (mode == "compile" or tokens < MANY_TOKENS):
+            if can_be_captured(shape, variant) and (mode == "compile" or tokens < MANY_TOKENS):
                 row |= _measure_graph(model, call, tokens)
             yield row
 
 
-def _can_be_captured(shape: Shape, variant: str) -> bool:
+def can_be_captured(shape: Shape, variant: str) -> bool:
     """Tell whether a graph can hold a variant: not torchao's chain, nor an op that reads a mask."""
     one = VARIANTS[variant]
     return not one.is_torchao and not any(OPS[op].drops_mask for op in one.kernels(shape))

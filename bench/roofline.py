@@ -16,9 +16,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bench.execution_shapes import SHAPES, Shape
 from bench.execution_variants import VARIANTS
@@ -94,7 +95,7 @@ def compare(results: Mapping[str, object], host: Host) -> list[Comparison]:
     """Return a comparison for each row of a results file that holds and has a candidate."""
     comparisons = []
     for model, shape in SHAPES.items():
-        rows = [row for row in _rows(results, model) if _holds(row)]
+        rows = [row for row in _rows(results, model, shape) if _holds(row)]
         forwards = _forwards(shape) if rows else {}
         for row in rows:
             variant, mode, tokens = row["variant"], row["mode"], row["tokens"]
@@ -104,7 +105,12 @@ def compare(results: Mapping[str, object], host: Host) -> list[Comparison]:
             verdicts = [_verdict(group, names) for group in forward.groups]
             items = predict_step(forward, verdicts, scheme, setting)
             predicted = total_ms(items)
-            assert predicted is not None, f"{host.name} has no rate for {variant}"
+            if predicted is None:
+                raise RequestError(
+                    f"host {host.name}",
+                    f"has no rate for {variant}",
+                    remedy="name a host that runs the scheme",
+                )
             parts = {item.what: item.ms for item in items}
             comparisons.append(
                 Comparison(model, tokens, mode, variant, row["ms"], predicted, parts)
@@ -114,9 +120,11 @@ def compare(results: Mapping[str, object], host: Host) -> list[Comparison]:
 
 def compare_files(paths: Iterable[Path], host: Host) -> list[Comparison]:
     """Return the comparisons of several results files, see ``compare``."""
+    once = tuple(dict.fromkeys(paths))
+    stems = Counter(path.stem for path in once)
     return [
-        comparison._replace(results=path.stem)
-        for path in paths
+        comparison._replace(results=path.stem if stems[path.stem] == 1 else str(path))
+        for path in once
         for comparison in _compare_file(path, host)
     ]
 
@@ -125,7 +133,8 @@ def _compare_file(path: Path, host: Host) -> list[Comparison]:
     """Return the comparisons of a file.
 
     Raises:
-        RequestError: it cannot be read, or holds no step to compare: that would prove nothing.
+        RequestError: it cannot be read, holds no step to compare (that would prove nothing), or
+            one that the host cannot run.
     """
     written = "a file that `python -m bench.execution --json` wrote"
     try:
@@ -143,7 +152,8 @@ def rankings(comparisons: Iterable[Comparison]) -> Iterator[Ranking]:
     for entry in comparisons:
         key = entry.results, entry.model, entry.tokens, entry.mode
         groups.setdefault(key, []).append(entry)
-    for (results, model, tokens, mode), entries in groups.items():
+    for (results, model, tokens, mode), measured in groups.items():
+        entries = undisturbed(measured)
         where = f"{model}, {tokens} tokens, {mode}{results and f' ({results})'}"
         if len(entries) > 1:
             yield Ranking(where, tuple(entries))
@@ -181,9 +191,34 @@ def inaccurate(comparisons: Iterable[Comparison]) -> list[str]:
     ]
 
 
-def _rows(results: Mapping[str, object], model: str) -> Iterator[Mapping[str, object]]:
+def _rows(results: Mapping[str, object], model: str, shape: Shape) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a model.
+
+    Raises:
+        ValueError: one is none that ``bench.execution`` writes.
+    """
     rows = results.get(model, [])
-    yield from rows
+    if not isinstance(rows, list):
+        raise ValueError(f"{model} is no list of rows")
+    for index, row in enumerate(rows):
+        if reason := _why_no_row(row, shape):
+            raise ValueError(f"{model}[{index}] {reason}")
+        yield row
+
+
+def _why_no_row(row: object, shape: Shape) -> str:
+    if not isinstance(row, dict):
+        return "is no object"
+    if row.get("variant") not in [*VARIANTS]:
+        return f"is of no known variant: {row.get('variant')!r}"
+    if "failed" in row:
+        return ""
+    if row.get("mode") not in ("eager", "compile"):
+        return f"is of no known mode: {row.get('mode')!r}"
+    if row.get("tokens") not in [*shape.image_tokens]:
+        return f"is at no tokens that the model is measured at: {row.get('tokens')!r}"
+    ms = row.get("ms")
+    return "" if isinstance(ms, int | float) and ms > 0 else f"has no time: {ms!r}"
 
 
 def _holds(row: Mapping[str, object]) -> bool:

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.execution_models import captured_step
+from bench.execution_models import can_be_captured, captured_step
 from bench.execution_shapes import SHAPES
 from bench.execution_variants import VARIANTS, build_dense, made_variant
 from bench.timing import envelope, gpu_ms, require_gpu, write_json
 from quantpolicy.text import align
 
-TOKENS = (1120,)
 CHOSEN = ("dense", "fused_fp8", "fused_fp8_joined_kernels")
 WARM_UP, REPLAYS, REPEATS = 3, 5, 40
 # What kernels of a kind are called by the libraries that torch asks; the rest are passes over rows.
@@ -74,11 +73,10 @@ def profiled(replay: Callable[[], object]) -> Row:
     return parts_of(((e.name, e.time_range.elapsed_us()) for e in on_gpu), REPLAYS)
 
 
-def bench(part: str, tokens: Sequence[int], variants: Sequence[str]) -> list[Row]:
-    """Return a row for each variant and number of tokens of a model."""
+def bench(part: str, tokens: Sequence[int], variants: Sequence[str]) -> Iterator[Row]:
+    """Yield a row for each variant and number of tokens of a model."""
     shape = SHAPES[part]
     dense, inputs = build_dense(shape, "cuda"), shape.inputs("cuda")
-    rows: list[Row] = []
     for variant in variants:
         model = made_variant(dense, shape, VARIANTS[variant])
         for count in tokens:
@@ -87,8 +85,7 @@ def bench(part: str, tokens: Sequence[int], variants: Sequence[str]) -> list[Row
             graph, _ = captured_step(model, inputs[count])
             row: Row = {"model": part, "variant": variant, "tokens": count}
             row["graph_ms"] = gpu_ms([graph.replay], REPEATS)
-            rows.append(row | profiled(graph.replay))
-    return rows
+            yield row | profiled(graph.replay)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -104,21 +101,29 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    """Run the chosen variants."""
+    """Run the chosen variants; the JSON file is complete after every row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", required=True)
     parser.add_argument("--part", choices=tuple(SHAPES), default="wan")
     parser.add_argument("--tokens", action="append", type=int)
     parser.add_argument("--variant", action="append", choices=tuple(VARIANTS))
     arguments = parser.parse_args()
-    tokens = tuple(dict.fromkeys(arguments.tokens or TOKENS))
-    if unknown := set(tokens) - set(SHAPES[arguments.part].image_tokens):
-        allowed = " or ".join(map(str, SHAPES[arguments.part].image_tokens))
-        parser.error(f"--tokens: {arguments.part} is measured at {allowed}, not at {unknown.pop()}")
+    shape = SHAPES[arguments.part]
+    tokens = tuple(dict.fromkeys(arguments.tokens or [min(shape.image_tokens)]))
+    if unknown := set(tokens) - set(shape.image_tokens):
+        allowed = " or ".join(map(str, shape.image_tokens))
+        parser.error(f"--tokens: {arguments.part} is measured at {allowed}, not at {min(unknown)}")
+    variants = tuple(dict.fromkeys(arguments.variant or CHOSEN))
+    for variant in variants:
+        if not can_be_captured(shape, variant):
+            allowed = ", ".join(name for name in VARIANTS if can_be_captured(shape, name))
+            parser.error(f"--variant: no graph holds {variant} of {arguments.part}, but {allowed}")
     require_gpu(parser, arguments.json)
     torch.manual_seed(0)
-    rows = bench(arguments.part, tokens, tuple(dict.fromkeys(arguments.variant or CHOSEN)))
-    write_json(arguments.json, envelope(rows=rows))
+    rows: list[Row] = []
+    for row in bench(arguments.part, tokens, variants):
+        rows.append(row)
+        write_json(arguments.json, envelope(rows=rows))
     print(table(rows))
 
 

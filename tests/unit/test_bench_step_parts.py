@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
+import torch
 
 from bench import step_parts
+from bench.step_parts import Row
 
 
 @pytest.mark.parametrize(
@@ -54,11 +60,45 @@ def test_the_table_has_a_line_for_each_variant() -> None:
     assert line.split() == ["wan", "dense", "7", "9.00", "6.00", "2.00", "0.50", "3"]
 
 
-def test_tokens_that_are_not_measured_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--tokens 7", "--tokens: wan is measured at 1120 or 27280, not at 7"),
+        (
+            "--part hunyuan --variant dense --variant fused_fp8_all_kernels",
+            "--variant: no graph holds fused_fp8_all_kernels of hunyuan, but dense, fused_fp8,"
+            " fused_fp8_joined, fused_fp8_kernels, fused_fp8_joined_kernels, fused_int8\n",
+        ),
+        (
+            "--variant torchao_fp8",
+            "--variant: no graph holds torchao_fp8 of wan, but dense, fused_fp8, fused_fp8_joined,"
+            " fused_fp8_kernels, fused_fp8_joined_kernels, fused_fp8_all_kernels, fused_int8\n",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    options: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["step_parts", "--json", "none", "--tokens", "7"])
+    monkeypatch.setattr("sys.argv", ["step_parts", "--json", "none", *options.split()])
     with pytest.raises(SystemExit) as refusal:
         step_parts.main()
     assert refusal.value.code == 2
-    assert "--tokens: wan is measured at 1120 or 27280, not at 7" in capsys.readouterr().err
+    assert told in capsys.readouterr().err
+
+
+def test_rows_before_a_failure_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def failing(part: str, tokens: tuple[int, ...], variants: tuple[str, ...]) -> Iterator[Row]:
+        asked.append((part, tokens, variants))
+        yield {"variant": "dense"}
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(step_parts, "require_gpu", lambda *_: None)
+    monkeypatch.setattr(step_parts, "bench", failing)
+    out = tmp_path / "out.json"
+    monkeypatch.setattr("sys.argv", ["step_parts", "--json", str(out), "--part", "hunyuan"])
+    with pytest.raises(torch.OutOfMemoryError):
+        step_parts.main()
+    assert json.loads(out.read_text())["rows"] == [{"variant": "dense"}]
+    assert asked == [("hunyuan", (27286,), step_parts.CHOSEN)]

@@ -149,3 +149,55 @@ def test_a_file_that_proves_nothing_is_refused(tmp_path, capsys, text, found) ->
     error = capsys.readouterr().err
     assert error.startswith(f"error: {path}: {found}")
     assert "bench.execution" in error
+
+
+FEW = json.loads((roofline.RESULTS / "execution_few_tokens.json").read_text(encoding="utf-8"))
+ROW = next(row for row in FEW["wan"] if row["variant"] == "dense")
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        (None, "wan is no list of rows"),
+        ("dense", "wan is no list of rows"),
+        ([ROW, 1], "wan[1] is no object"),
+        ([ROW | {"variant": "own"}], "wan[0] is of no known variant: 'own'"),
+        ([ROW | {"variant": []}], "wan[0] is of no known variant: []"),
+        ([ROW | {"mode": "graph"}], "wan[0] is of no known mode: 'graph'"),
+        ([ROW | {"tokens": 7}], "wan[0] is at no tokens that the model is measured at: 7"),
+        ([ROW | {"ms": 0}], "wan[0] has no time: 0"),
+        ([{name: ROW[name] for name in ROW if name != "ms"}], "wan[0] has no time: None"),
+    ],
+)
+def test_rows_that_the_benchmark_does_not_write_are_refused(tmp_path, capsys, rows, found) -> None:
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps({"wan": rows}))
+    assert roofline.main([str(path)]) == 2
+    assert f"{path}: cannot be read: {found}; " in capsys.readouterr().err
+
+
+def test_a_host_without_a_rate_is_refused(tmp_path, capsys) -> None:
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps({"wan": [ROW | {"variant": "fused_fp8"}]}))
+    assert roofline.main([str(path), "--host", "a100"]) == 2
+    assert "host a100: has no rate for fused_fp8; " in capsys.readouterr().err
+
+
+def test_files_of_one_name_are_told_apart_and_one_named_twice_counts_once(tmp_path) -> None:
+    paths = [tmp_path / folder / "run.json" for folder in ("a", "b")]
+    for path, ms in zip(paths, (30.0, 60.0), strict=True):
+        path.parent.mkdir()
+        path.write_text(json.dumps({"wan": [ROW | {"ms": ms}]}))
+    found = roofline.compare_files([*paths, paths[0]], Host.load("h200"))
+    assert [(entry.results, entry.measured_ms) for entry in found] == [
+        (str(paths[0]), 30.0),
+        (str(paths[1]), 60.0),
+    ]
+    assert list(roofline.rankings(found)) == []
+
+
+def test_a_step_that_a_file_holds_twice_is_ranked_once() -> None:
+    entries = [entry("dense", 12, 10), entry("dense", 10, 10), entry("fused_fp8", 11, 11)]
+    (ranking,) = roofline.rankings(entries)
+    assert [each.measured_ms for each in ranking.measured] == [10, 11]
+    assert roofline.misranked(entries) == []
