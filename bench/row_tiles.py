@@ -172,14 +172,17 @@ def table(rows: list[dict[str, object]], best: int = 3) -> str:
     """Return the fastest ways of each kernel and number of tokens, behind the chosen one."""
     lines = []
     for key in dict.fromkeys((row["op"], row["tokens"]) for row in rows):
-        timed = [row for row in rows if (row["op"], row["tokens"]) == key and "ms" in row]
+        tried = [row for row in rows if (row["op"], row["tokens"]) == key]
+        timed = [row for row in tried if "ms" in row]
         fastest = sorted(timed, key=lambda row: float(row["ms"]))[:best]  # type: ignore[arg-type]
-        for row in [row for row in timed if row["chosen"]] + fastest:
+        for row in [row for row in tried if row["chosen"]] + fastest:
             how = "chosen" if row["chosen"] else "{warps} warps".format(**row)
             if row["programs"] is not None:
                 how += ", {programs} programs, {stages} stages".format(**row)
-            figures = "{ms:.4f} ms, {of_copy:.3f} of copy".format(**row)
-            lines.append(f"{key[0]:26} {key[1]:>6}  {how:36} {figures}")
+            figures = "failed: {failed}"
+            if "ms" in row:
+                figures = "{ms:.4f} ms, {of_copy:.3f} of copy"
+            lines.append(f"{key[0]:26} {key[1]:>6}  {how:36} {figures.format(**row)}")
     return "\n".join(lines)
 
 

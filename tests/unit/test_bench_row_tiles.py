@@ -68,3 +68,6 @@ def test_the_table_names_the_choice_and_the_fastest() -> None:
         "one 7 chosen 0.5000 ms, 0.250 of copy",
         "one 7 2 warps, 4 programs, 3 stages 0.2500 ms, 0.500 of copy",
     ]
+    failed = {**rows[0], "tokens": 8, "failed": "out of {registers}"}
+    del failed["ms"], failed["of_copy"]
+    assert " ".join(sweep.table([failed]).split()) == "one 8 chosen failed: out of {registers}"
