@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from bench.execution_shapes import SHAPES, Shape
 from bench.execution_variants import VARIANTS
+from bench.timing import require_folder
 from quantpolicy.errors import RequestError
 from quantpolicy.host import Host
 from quantpolicy.inventory.live import build_on_meta, inventory_from_module
@@ -290,6 +291,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--host", default="h200", help="preset whose rates predict")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(argv)
+    if arguments.json:
+        require_folder(parser, arguments.json)
     try:
         comparisons = compare_files(arguments.results, Host.load(arguments.host))
     except RequestError as error:

@@ -42,6 +42,11 @@ def require_gpu(parser: argparse.ArgumentParser, json_path: str) -> None:
     """Refuse a run that could not be made, or whose results could not be written."""
     if not torch.cuda.is_available():
         parser.error("a CUDA device is needed, and torch finds none here")
+    require_folder(parser, json_path)
+
+
+def require_folder(parser: argparse.ArgumentParser, json_path: str) -> None:
+    """Refuse a path of results whose folder is not there."""
     if not Path(json_path).parent.is_dir():
         parser.error(f"--json: {Path(json_path).parent} is no folder; make it first")
 

@@ -9,6 +9,8 @@ import torch
 from accelerate import cpu_offload
 from accelerate.hooks import remove_hook_from_submodules
 from diffusers.hooks import apply_group_offloading
+from diffusers.models.activations import GELU, SwiGLU
+from diffusers.models.transformers.transformer_flux2 import Flux2SwiGLU
 from fused_plans import is_equal, run
 from torch import Tensor, nn
 
@@ -167,6 +169,90 @@ def test_what_is_exchanged_later_between_a_norm_and_its_readers_sees_rows(family
             module.processor = seeing(former_class(module.processor))
     assert is_equal(run(model, inputs), stock)
     assert {type(x) for x in seen} == {Tensor}
+
+
+ACTIVATIONS = ("gelu_fp8_linear", "swiglu_fp8_linear")
+
+
+class Halved(nn.Module):
+    """A part of a feed-forward, and half of what it gives."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) / 2
+
+
+def activations(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return what stands between the Linears of the feed-forwards that were mounted."""
+    known = (nn.SiLU, nn.Dropout, GELU, SwiGLU, Flux2SwiGLU)
+    names = ("ff", "ff_context", "ffn", "attn")
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module) in known and set(name.split(".")) & set(names)
+    ]
+
+
+@pytest.mark.parametrize("family", [FLUX, MINIMAX, HUNYUAN, WAN])
+def test_what_is_hooked_later_between_two_linears_is_called(family, fused):
+    model, inputs = build_tiny(family)
+    fused(model)
+    stock = run(model, inputs)
+    assert mount(model, ACTIVATIONS).mounted
+    called: set[str] = set()
+    # Without a hook on what holds them.
+    inner = [(name, one) for name, one in activations(model) if type(one) in (nn.SiLU, nn.Dropout)]
+    for name, module in inner:
+        module.register_forward_hook(lambda *_, name=name: called.add(name))
+    assert is_equal(run(model, inputs), stock)
+    assert called == {name for name, _ in inner}
+    assert inner
+
+
+@pytest.mark.parametrize("family", [FLUX, MINIMAX, HUNYUAN, WAN])
+def test_what_is_exchanged_later_between_two_linears_is_called(family, fused):
+    def halve(model: nn.Module) -> None:
+        for name, module in activations(model):
+            if type(module) in (nn.SiLU, GELU):
+                owner, _, last = name.rpartition(".")
+                setattr(model.get_submodule(owner), last, Halved(module))
+
+    model, inputs = build_tiny(family)
+    fused(model)
+    halve(model)
+    halved = run(model, inputs)
+    model, _ = build_tiny(family)
+    fused(model)
+    stock = run(model, inputs)
+    assert mount(model, ACTIVATIONS).mounted
+    halve(model)
+    assert is_equal(run(model, inputs), halved)
+    assert not is_equal(halved, stock)
+
+
+@pytest.mark.parametrize(("family", "name"), [(Z_IMAGE, "attention"), (MINIMAX, "attn")])
+def test_a_foreign_attention_declines_the_mount_with_its_name(family, name, fused):
+    model, inputs = build_tiny(family)
+    fused(model)
+    owner = next(module for module in model.modules() if hasattr(module, name))
+
+    class Foreign(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args: object, **kwargs: object) -> object:
+            return self.inner(*args, **kwargs)
+
+    setattr(owner, name, Foreign(getattr(owner, name)))
+    stock = run(model, inputs)
+    report = mount(model, ("rms_norm_fp8",))
+    assert report.mounted == {}
+    assert "is a Foreign" in report.declined["rms_norm_fp8"]
+    assert is_equal(run(model, inputs), stock)
 
 
 def test_what_counts_as_a_hook():

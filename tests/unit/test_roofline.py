@@ -201,3 +201,11 @@ def test_a_step_that_a_file_holds_twice_is_ranked_once() -> None:
     (ranking,) = roofline.rankings(entries)
     assert [each.measured_ms for each in ranking.measured] == [10, 11]
     assert roofline.misranked(entries) == []
+
+
+def test_a_folder_that_is_missing_is_told_before_anything_is_predicted(tmp_path, capsys) -> None:
+    out = tmp_path / "missing" / "out.json"
+    with pytest.raises(SystemExit) as refusal:
+        roofline.main(["--json", str(out)])
+    assert refusal.value.code == 2
+    assert f"--json: {out.parent} is no folder; make it first" in capsys.readouterr().err

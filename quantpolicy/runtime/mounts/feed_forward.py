@@ -36,11 +36,12 @@ class QuantisedFeedForward(Rewrite):
 
     def forward(self: Part, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return the rows after the last Linear."""
-        last = self.net[2]
-        if not (self.quantises and is_free_fp8(last, self.net[0])) or drops(self):
+        entry, last = self.net[0], self.net[2]
+        is_free = is_tanh_gelu(entry) and is_free_fp8(last, *self.net)
+        if not (self.quantises and is_free) or drops(self):
             plain: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
             return plain
-        rows = self.net[0].proj(hidden_states)
+        rows = entry.proj(hidden_states)
         return gelu_fp8_linear(rows, None, *last.operands_for(rows))
 
 
@@ -84,12 +85,18 @@ def find_gelu_fp8_linear(model: nn.Module) -> Sites:
 def _is_candidate(module: Part) -> bool:
     if former_class(module) is not FeedForward:
         return False
-    entry, last = module.net[0], module.net[2]
-    return isinstance(entry, GELU) and entry.approximate == "tanh" and is_fp8(last)
+    return is_tanh_gelu(module.net[0]) and is_fp8(module.net[2])
+
+
+def is_tanh_gelu(entry: Part) -> bool:
+    """Return whether an activation is the GELU that the op computes; it may be exchanged later."""
+    return former_class(entry) is GELU and entry.approximate == "tanh"
 
 
 def _site(name: str, ff: Part) -> tuple[Site, str]:
-    reason = why_not_plain(ff) or why_not_bypassed(ff.net[0]) or why_not_bypassed(ff.net[2])
+    reason = why_not_plain(ff)
+    for part in ff.net:
+        reason = reason or why_not_bypassed(part)
     return Site(name, ff, QuantisedFeedForward, "quantises"), reason
 
 

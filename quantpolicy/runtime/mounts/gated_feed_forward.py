@@ -29,6 +29,7 @@ from quantpolicy.runtime.mounts.site import (
     Sites,
     find_in_each,
     former_class,
+    is_unhooked,
     why_not_bypassed,
     why_not_plain,
     why_not_processor,
@@ -50,11 +51,12 @@ class GatedFeedForward(Gated):
 
     def forward(self: Part, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return the rows after the last Linear."""
-        last = self.net[2]
-        if not (self.quantises and is_free_fp8(last, self.net[0])) or drops(self):
+        entry, last = self.net[0], self.net[2]
+        is_free = is_swiglu(entry) and is_free_fp8(last, *self.net)
+        if not (self.quantises and is_free) or drops(self):
             plain: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
             return plain
-        value, gate = self.net[0].proj(hidden_states).chunk(2, dim=-1)
+        value, gate = entry.proj(hidden_states).chunk(2, dim=-1)
         return _multiplied(last, value, gate)
 
 
@@ -63,7 +65,7 @@ class Flux2GatedFeedForward(Gated):
 
     def forward(self: Part, x: Tensor) -> Tensor:
         """Return the rows after the last Linear."""
-        if not (self.quantises and is_free_fp8(self.linear_out, self.act_fn)):
+        if not (self.quantises and is_swiglu(self.act_fn) and is_free_fp8(self.linear_out)):
             plain: Tensor = super().forward(x)  # type: ignore[misc]
             return plain
         gate, value = _halves(self.linear_in(x))
@@ -93,7 +95,8 @@ class Flux2ParallelProcessor(Gated):
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Return the rows after the last Linear."""
-        if not (self.quantises and is_free_fp8(attn.to_out, attn.mlp_act_fn)):
+        is_free = is_swiglu(attn.mlp_act_fn) and is_free_fp8(attn.to_out)
+        if not (self.quantises and is_free):
             plain: Tensor = super().__call__(  # type: ignore[misc]
                 attn, hidden_states, attention_mask, image_rotary_emb
             )
@@ -142,7 +145,6 @@ KINDS: dict[type, tuple[type[Gated], Callable[[Part], tuple[Part, Part]]]] = {
     ),
     ZImageFeedForward: (ZImageGatedFeedForward, lambda ff: (None, ff.w2)),
 }
-_SILU = {SwiGLU: "activation", Flux2SwiGLU: "gate_fn"}
 
 
 def find_swiglu_fp8_linear(model: nn.Module) -> Sites:
@@ -165,15 +167,26 @@ def _site(name: str, module: Part) -> tuple[Site, str]:
     if rewrite is Flux2ParallelProcessor:
         target = module.processor
         reason = reason or why_not_processor(module, Flux2ParallelSelfAttnProcessor)
-    for part in (last,) if entry is None else (entry, _silu_of(entry), last):
+    passed = tuple(module.net) if rewrite is GatedFeedForward else (last,)
+    for part in passed if entry is None else (entry, _silu_of(entry), *passed):
         reason = reason or why_not_bypassed(part)
     return Site(name, target, rewrite, "quantises"), reason
 
 
 def _silu_of(entry: Part) -> Part:
     """Return what a SwiGLU gates with, None for another activation."""
-    name = _SILU.get(former_class(entry))
-    return None if name is None else getattr(entry, name)
+    if former_class(entry) is SwiGLU:
+        return entry.activation
+    return entry.gate_fn if former_class(entry) is Flux2SwiGLU else None
+
+
+def is_swiglu(entry: Part) -> bool:
+    """Return whether an activation still is a SwiGLU that can be computed without its call.
+
+    Asked at every call: what is hooked or exchanged after a mount is called itself.
+    """
+    silu = _silu_of(entry)
+    return type(silu) is nn.SiLU and is_unhooked(entry, silu)
 
 
 FINDERS: dict[str, Callable[[nn.Module], Sites]] = {"swiglu_fp8_linear": find_swiglu_fp8_linear}

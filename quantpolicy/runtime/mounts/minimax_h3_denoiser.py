@@ -89,11 +89,6 @@ def why_not_passed(block: Part, which: int) -> str:
     return why_not_attended_by(block.attn, MiniMaxH3Attention, MiniMaxH3AttnProcessor)
 
 
-def all_readers(block: Part) -> tuple[Readers, Readers]:
-    """Return the Linears that read each of the two norms."""
-    return readers_of(block, 0), readers_of(block, 1)
-
-
 def readers_of(block: Part, which: int) -> Readers:
     """Return the Linears that read the norm before attention, and that before feed-forward."""
     if which == 1:

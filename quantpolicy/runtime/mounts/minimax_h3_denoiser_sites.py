@@ -13,7 +13,7 @@ from torch import nn
 from quantpolicy.runtime.mounts.minimax_h3_denoiser import (
     Block,
     RefinerBlock,
-    all_readers,
+    readers_of,
     why_not_passed,
 )
 from quantpolicy.runtime.mounts.quantised_norm import find_read_as_codes, why_not_quantised
@@ -35,13 +35,15 @@ _REWRITES: dict[type, type[Rewrite]] = {
 def _quantises_site(name: str, block: Part) -> tuple[Site, str]:
     reason = why_not_plain(block) or why_not_passed(block, 0) or why_not_passed(block, 1)
     norms = (block.norm1, block.norm2)
-    reason = reason or why_not_quantised(norms, nn.RMSNorm, all_readers(block))
+    reason = reason or why_not_quantised(
+        norms, nn.RMSNorm, [readers_of(block, which) for which in (0, 1)]
+    )
     return Site(name, block, _REWRITES[former_class(block)], "quantises"), reason
 
 
 def find_rms_norm_fp8(model: nn.Module) -> Sites:
     """Return the blocks in which fp8 Linears in fused execution read a norm."""
-    return find_read_as_codes(model, _REWRITES, all_readers, _quantises_site)
+    return find_read_as_codes(model, _REWRITES, why_not_passed, readers_of, _quantises_site)
 
 
 FINDERS: dict[str, Callable[[nn.Module], Sites]] = {"rms_norm_fp8": find_rms_norm_fp8}

@@ -47,15 +47,25 @@ def is_read_as_codes(readers: Iterable[Readers]) -> bool:
 def find_read_as_codes(
     model: nn.Module,
     kinds: Container[type],
-    readers_of: Callable[[Part], Iterable[Readers]],
+    why_not_passed: Callable[[Part, int], str],
+    readers_of: Callable[[Part, int], Readers],
     make: Callable[[str, Part], tuple[Site, str]],
 ) -> Sites:
-    """Return the blocks of some classes in which fp8 Linears read a norm; see ``find_in_each``."""
-    blocks = (
-        (name, module)
-        for name, module in model.named_modules()
-        if former_class(module) in kinds and is_read_as_codes(readers_of(module))
-    )
+    """Return the blocks of some classes in which fp8 Linears read one of two norms.
+
+    Args:
+        why_not_passed: why the codes of one of a block's norms reach no Linear, "" when they do.
+        readers_of: the Linears that read one of them.
+        make: see ``find_in_each``.
+    """
+
+    def concerns(block: Part) -> bool:
+        if any(why_not_passed(block, which) for which in (0, 1)):
+            return True
+        return is_read_as_codes(readers_of(block, which) for which in (0, 1))
+
+    named = model.named_modules()
+    blocks = [each for each in named if former_class(each[1]) in kinds and concerns(each[1])]
     return find_in_each(blocks, make)
 
 

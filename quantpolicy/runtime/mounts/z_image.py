@@ -76,11 +76,6 @@ def why_not_passed(block: Part, index: int) -> str:
     return why_not_passed_on(block.feed_forward, FeedForward)
 
 
-def all_readers(block: Part) -> tuple[Readers, Readers]:
-    """Return the Linears that read each of the two norms."""
-    return readers_of(block, 0), readers_of(block, 1)
-
-
 def readers_of(block: Part, index: int) -> Readers:
     """Return the Linears that read the norm before attention, and that before feed-forward."""
     if index == 1:
