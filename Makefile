@@ -4,13 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check lint wheel clean
+# The oldest torch that pyproject.toml allows, and where it is installed.
+OLDEST := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1.0/p' pyproject.toml)
+OLDEST_VENV := .venv-oldest
+
+.PHONY: demo test test-oldest check lint wheel clean
 
 demo: $(STAMP)
 	$(BIN)/prequant demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+test-oldest: $(OLDEST_VENV)/.installed
+	$(OLDEST_VENV)/bin/python -m pytest $(TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -24,10 +31,17 @@ wheel: $(STAMP)
 	$(BIN)/python tests/wheel.py
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[runtime,dev]'
 	$(BIN)/python -m compileall -q quantpolicy prequant
 	touch $(STAMP)
+
+$(OLDEST_VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	sed -E '/^(torch|triton)==/d' constraints.txt > $(OLDEST_VENV)/constraints.txt
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --constraint $(OLDEST_VENV)/constraints.txt \
+		torch==$(OLDEST) --editable '.[runtime,dev]'
+	touch $@

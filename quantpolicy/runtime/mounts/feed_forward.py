@@ -68,7 +68,7 @@ def read_codes(linears: Iterable[Part]) -> bool:
 
 def take_codes(linears: Sequence[Part]) -> bool:
     """Return whether Linears can be given codes; asked at every call, for hooks read rows."""
-    return bool(linears) and read_codes(linears) and is_unhooked(*linears)
+    return len(linears) > 0 and read_codes(linears) and is_unhooked(*linears)
 
 
 def why_not_entered(ff: Part) -> str:
