@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# The oldest torch that pyproject.toml allows, and where it is installed.
+# The oldest torch that pyproject.toml allows, and where it is installed. Its CPU multiplies no fp8
+# by rows, and its Triton interprets nothing on today's numpy: what it can tell is what it compiles.
 OLDEST := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1.0/p' pyproject.toml)
 OLDEST_VENV := .venv-oldest
 
@@ -17,7 +18,8 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 
 test-oldest: $(OLDEST_VENV)/.installed
-	$(OLDEST_VENV)/bin/python -m pytest $(TESTS)
+	$(OLDEST_VENV)/bin/python -m pytest -k "compil or one_graph or break" \
+		tests/unit/test_mount*.py tests/unit/test_runtime_joined.py tests/unit/test_kernel_ops.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
