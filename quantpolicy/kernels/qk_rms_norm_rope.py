@@ -33,7 +33,11 @@ ROTARY_SIZE = 48
 
 def norm_rope_reference(x: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
     """Norm and rotate one of the two in plain torch."""
-    x = F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype)
+    return rotate_reference(F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype), cos, sin)
+
+
+def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate what is normed in plain torch."""
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     size = cos.shape[-1]
     turning, rest = x[..., :size], x[..., size:]

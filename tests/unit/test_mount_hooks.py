@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -10,8 +11,10 @@ from accelerate import cpu_offload
 from accelerate.hooks import remove_hook_from_submodules
 from diffusers.hooks import apply_group_offloading
 from diffusers.models.activations import GELU, SwiGLU
+from diffusers.models.normalization import AdaLayerNormZero, AdaLayerNormZeroSingle, RMSNorm
 from diffusers.models.transformers.transformer_flux2 import Flux2SwiGLU
 from fused_plans import is_equal, run
+from mounted import halve
 from torch import Tensor, nn
 
 from quantpolicy.errors import KernelMountError
@@ -174,17 +177,6 @@ def test_what_is_exchanged_later_between_a_norm_and_its_readers_sees_rows(family
 ACTIVATIONS = ("gelu_fp8_linear", "swiglu_fp8_linear")
 
 
-class Halved(nn.Module):
-    """A part of a feed-forward, and half of what it gives."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) / 2
-
-
 def activations(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return what stands between the Linears of the feed-forwards that were mounted."""
     known = (nn.SiLU, nn.Dropout, GELU, SwiGLU, Flux2SwiGLU)
@@ -212,25 +204,42 @@ def test_what_is_hooked_later_between_two_linears_is_called(family, fused):
     assert inner
 
 
-@pytest.mark.parametrize("family", [FLUX, MINIMAX, HUNYUAN, WAN])
-def test_what_is_exchanged_later_between_two_linears_is_called(family, fused):
-    def halve(model: nn.Module) -> None:
-        for name, module in activations(model):
-            if type(module) in (nn.SiLU, GELU):
-                owner, _, last = name.rpartition(".")
-                setattr(model.get_submodule(owner), last, Halved(module))
+# What ops compute in the place of, by the classes of the modules.
+COMPUTED = (
+    *(nn.LayerNorm, nn.RMSNorm, RMSNorm, AdaLayerNormZero, AdaLayerNormZeroSingle),
+    *(nn.SiLU, nn.GELU, nn.Dropout, GELU, SwiGLU, Flux2SwiGLU),
+)
 
+
+def computed(model: nn.Module) -> list[str]:
+    """Return the names of what ops compute in the place of, in the blocks of the first index."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, COMPUTED) and "blocks.0." in f"{name}." and "refiner" not in name
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "is_fused"),
+    [
+        *((family, True) for family in (FLUX, Z_IMAGE, MINIMAX, HUNYUAN, WAN, WAN_IMAGE)),
+        *((family, False) for family in (HUNYUAN, "hunyuanvideo-1.5", WAN)),
+    ],
+)
+def test_what_is_exchanged_after_a_mount_is_called(family, is_fused, fused):
     model, inputs = build_tiny(family)
-    fused(model)
-    halve(model)
-    halved = run(model, inputs)
-    model, _ = build_tiny(family)
-    fused(model)
-    stock = run(model, inputs)
-    assert mount(model, ACTIVATIONS).mounted
-    halve(model)
-    assert is_equal(run(model, inputs), halved)
-    assert not is_equal(halved, stock)
+    if is_fused:
+        fused(model)
+    for name in computed(model):
+        calls = []
+        for ops in ((), MOUNTABLE):
+            one = copy.deepcopy(model)
+            mount(one, ops)
+            halved = halve(one, name)
+            run(one, inputs)
+            calls.append(halved.calls)
+        assert calls[0] == calls[1], name
 
 
 @pytest.mark.parametrize(("family", "name"), [(Z_IMAGE, "attention"), (MINIMAX, "attn")])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from mounted import halve
 from torch import Tensor, nn
 
 from quantpolicy.kernels.contract import op_counts
@@ -106,6 +109,18 @@ def test_changed_weights_are_seen_and_moved_ones_fall_back(model):
     attn.to_k.weight.data = attn.to_k.weight.data.clone()
     assert torch.equal(decoded(model), found)
     assert op_counts()["qkv_linear"].declines["the weights no longer lie one behind the other"]
+
+
+@pytest.mark.parametrize("ops", [TOGETHER, ("swiglu",)])
+def test_what_is_exchanged_after_a_mount_is_called(ops, model):
+    block = "decoder.transformer_blocks.0"
+    parts = ("norm1", "norm2", "attn.norm_q", "attn.norm_k", "attn.to_q", "attn.to_v", "attn")
+    for part in (*parts, "ff.net.0", "ff.net.0.proj", "ff.net.0.activation", "ff.net.2", "ff"):
+        stock, mounted = copy.deepcopy(model), copy.deepcopy(model)
+        mount(mounted, ops)
+        for one in (stock, mounted):
+            halve(one, f"{block}.{part}")
+        assert torch.equal(decoded(mounted), decoded(stock)), part
 
 
 def test_tiles_go_to_the_decoder_together(model):

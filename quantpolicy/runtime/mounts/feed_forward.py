@@ -17,6 +17,7 @@ from quantpolicy.runtime.mounts.site import (
     Sites,
     find_in_each,
     former_class,
+    is_still,
     is_unhooked,
     why_not_bypassed,
     why_not_passed_on,
@@ -37,17 +38,20 @@ class QuantisedFeedForward(Rewrite):
     def forward(self: Part, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return the rows after the last Linear."""
         entry, last = self.net[0], self.net[2]
-        is_free = is_tanh_gelu(entry) and is_free_fp8(last, *self.net)
-        if not (self.quantises and is_free) or drops(self):
+        is_free = is_tanh_gelu(entry) and is_free_fp8(last, entry) and has_idle_dropouts(self)
+        if not (self.quantises and is_free):
             plain: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
             return plain
         rows = entry.proj(hidden_states)
         return gelu_fp8_linear(rows, None, *last.operands_for(rows))
 
 
-def drops(ff: Part) -> bool:
-    """Return whether a feed-forward drops values out, which no fused op does."""
-    return ff.training and any(isinstance(each, nn.Dropout) and each.p > 0 for each in ff.net)
+def has_idle_dropouts(ff: Part) -> bool:
+    """Return whether what an op leaves out of a feed-forward is dropout that drops nothing now."""
+    left_out = [one for index, one in enumerate(ff.net) if index not in (0, 2)]
+    if not is_still(nn.Dropout, *left_out):
+        return False
+    return not (ff.training and any(one.p > 0 for one in left_out))
 
 
 def is_fp8(linear: Part) -> bool:
@@ -90,7 +94,7 @@ def _is_candidate(module: Part) -> bool:
 
 def is_tanh_gelu(entry: Part) -> bool:
     """Return whether an activation is the GELU that the op computes; it may be exchanged later."""
-    return former_class(entry) is GELU and entry.approximate == "tanh"
+    return former_class(entry) in (GELU, nn.GELU) and entry.approximate == "tanh"
 
 
 def _site(name: str, ff: Part) -> tuple[Site, str]:

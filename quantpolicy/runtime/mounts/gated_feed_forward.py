@@ -21,7 +21,7 @@ from diffusers.models.transformers.transformer_z_image import FeedForward as ZIm
 from torch import Tensor, nn
 
 from quantpolicy.kernels.swiglu_fp8_linear import swiglu_fp8_linear
-from quantpolicy.runtime.mounts.feed_forward import drops, is_fp8, is_free_fp8
+from quantpolicy.runtime.mounts.feed_forward import has_idle_dropouts, is_fp8, is_free_fp8
 from quantpolicy.runtime.mounts.site import (
     Part,
     Rewrite,
@@ -52,8 +52,8 @@ class GatedFeedForward(Gated):
     def forward(self: Part, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Return the rows after the last Linear."""
         entry, last = self.net[0], self.net[2]
-        is_free = is_swiglu(entry) and is_free_fp8(last, *self.net)
-        if not (self.quantises and is_free) or drops(self):
+        is_free = is_swiglu(entry) and is_free_fp8(last) and has_idle_dropouts(self)
+        if not (self.quantises and is_free):
             plain: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
             return plain
         value, gate = entry.proj(hidden_states).chunk(2, dim=-1)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 from diffusers.models.attention_processor import Attention
-from torch import Tensor
+from diffusers.models.normalization import AdaLayerNormZero, AdaLayerNormZeroSingle
+from torch import Tensor, nn
 
 from quantpolicy.kernels.gated_residual import gated_residual
 from quantpolicy.kernels.gelu_fp8_linear import gelu_fp8_linear
@@ -17,15 +18,23 @@ from quantpolicy.kernels.layer_norm_modulate import layer_norm_modulate
 from quantpolicy.kernels.linear_gelu import linear_gelu
 from quantpolicy.kernels.quantised_rows import QuantisedRows
 from quantpolicy.kernels.split_linear import split_linear
-from quantpolicy.runtime.mounts.feed_forward import is_free_fp8, take_codes, why_not_entered
+from quantpolicy.runtime.mounts.feed_forward import (
+    is_free_fp8,
+    is_tanh_gelu,
+    take_codes,
+    why_not_entered,
+)
 from quantpolicy.runtime.mounts.hunyuanvideo_attention import Rotary
 from quantpolicy.runtime.mounts.site import (
     Part,
     Rewrite,
     is_free_dense,
+    is_still,
     is_unhooked,
     why_not_passed_on,
 )
+
+ADAPTIVE_NORMS = (AdaLayerNormZero, AdaLayerNormZeroSingle)
 
 
 class DualBlock(Rewrite):
@@ -135,7 +144,7 @@ class SingleBlock(Rewrite):
 
     def _project(self: Part, normed: Tensor | QuantisedRows, attended: Tensor) -> Tensor:
         last = self.proj_out
-        if self.quantises and is_free_fp8(last, self.act_mlp):
+        if self.quantises and is_tanh_gelu(self.act_mlp) and is_free_fp8(last, self.act_mlp):
             rows = self.proj_mlp(normed)
             return gelu_fp8_linear(rows, attended, *last.operands_for(rows, attended))
         mlp = self._mlp(normed)
@@ -145,7 +154,8 @@ class SingleBlock(Rewrite):
         return projected
 
     def _mlp(self: Part, normed: Tensor | QuantisedRows) -> Tensor:
-        if self.activates and isinstance(normed, Tensor) and is_free_dense(self.proj_mlp):
+        activates = self.activates and is_tanh_gelu(self.act_mlp) and is_unhooked(self.act_mlp)
+        if activates and isinstance(normed, Tensor) and is_free_dense(self.proj_mlp):
             return linear_gelu(normed, self.proj_mlp.weight, self.proj_mlp.bias)
         activated: Tensor = self.act_mlp(self.proj_mlp(normed))
         return activated
@@ -232,7 +242,9 @@ def floor_of_codes(block: Part, name: str) -> float | None:
     if is_adaptive and not _does(block.attn.processor, "takes_codes"):
         return None
     norm = block._modules[name]
-    if not is_unhooked(norm, norm.norm if is_adaptive else norm):
+    if is_adaptive and not is_still(ADAPTIVE_NORMS, norm):
+        return None
+    if not is_still(nn.LayerNorm, norm.norm if is_adaptive else norm):
         return None
     readers = readers_of(block, name)
     floor: float | None = readers[0].floor if take_codes(readers) else None
@@ -278,7 +290,7 @@ def quantised(norm: Part, x: Tensor, scale: Tensor, shift: Tensor, floor: float)
 
 def modulated(norm: Part, x: Tensor, scale: Tensor, shift: Tensor, fused: bool) -> Tensor:
     """Norm, scale and shift, in one op or as diffusers does."""
-    if fused and is_unhooked(norm):
+    if fused and is_still(nn.LayerNorm, norm):
         return layer_norm_modulate(x, scale, shift, norm.eps)
     result: Tensor = norm(x) * (1 + scale[:, None]) + shift[:, None]
     return result

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.normalization import RMSNorm
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -14,7 +15,7 @@ from quantpolicy.kernels.qk_norm_rope_pack import qk_norm_rope_pack
 from quantpolicy.kernels.qk_rms_norm import qk_rms_norm
 from quantpolicy.kernels.quantised_rows import QuantisedRows
 from quantpolicy.kernels.rope_qkv_pack import rope_qkv_pack, rope_qkv_pack_reference
-from quantpolicy.runtime.mounts.site import Part, Rewrite, is_unhooked
+from quantpolicy.runtime.mounts.site import Part, Rewrite, is_still
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -92,7 +93,7 @@ class JointAttention(Rewrite):
         norms = [attn.norm_q, attn.norm_k]
         if text_q is not None:
             norms += [attn.norm_added_q, attn.norm_added_k]
-        fused = self.norms and is_unhooked(*norms)
+        fused = self.norms and is_still(RMSNorm, *norms)
         if self.packs and fused and rotary is not None:
             packed: list[Tensor] = self._in_one_pass(attn, image, texts, rotary)
             return packed

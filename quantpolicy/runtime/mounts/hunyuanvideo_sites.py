@@ -16,6 +16,7 @@ from torch import nn
 
 from quantpolicy.runtime.mounts.feed_forward import is_fp8
 from quantpolicy.runtime.mounts.hunyuanvideo import (
+    ADAPTIVE_NORMS,
     ActivatedLinear,
     ContinuousNorm,
     DualBlock,
@@ -169,7 +170,7 @@ def _why_not_codes(block: Part, is_single: bool) -> str:
     second = () if is_single else ("norm2", "norm2_context")
     reason = _why_not_attention(block.attn)
     for norm in (block._modules[name] for name in first):
-        if former_class(norm) not in (AdaLayerNormZero, AdaLayerNormZeroSingle):
+        if former_class(norm) not in ADAPTIVE_NORMS:
             reason = reason or f"a norm is a {type(norm).__name__}"
         reason = reason or why_not_bypassed(norm) or _why_not_adaptive(norm)
     for norm in (block._modules[name] for name in second):

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quantpolicy.kernels.contract import count_call
 from quantpolicy.kernels.gated_residual import gated_residual
-from quantpolicy.kernels.qk_rms_norm_rope import norm_rope_reference, qk_rms_norm_rope
+from quantpolicy.kernels.qk_rms_norm_rope import qk_rms_norm_rope, rotate_reference
 from quantpolicy.kernels.registry import decline
 from quantpolicy.kernels.rms_norm import rms_norm
 from quantpolicy.kernels.scale_add_rms_norm import scale_add_rms_norm
 from quantpolicy.kernels.swiglu import swiglu
 from quantpolicy.kernels.swiglu_linear import swiglu_linear
 from quantpolicy.runtime.mounts.shared_weights import adjacent, qkv_of, share_storage
-from quantpolicy.runtime.mounts.site import Part, Rewrite, is_free_dense, is_unhooked
+from quantpolicy.runtime.mounts.site import Part, Rewrite, is_free_dense, is_still
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -44,12 +44,12 @@ class DecoderBlock(Rewrite):
     def forward(self: Part, hidden_states: Tensor, rotary_emb: Rotary | None = None) -> Tensor:
         """Return the residual stream after the block."""
         dtype = self.attn.to_q.weight.dtype
-        if self.norms and is_unhooked(self.norm1):
+        if self.norms and is_still(nn.RMSNorm, self.norm1):
             normed = rms_norm(hidden_states, self.norm1.weight, self.norm1.eps, dtype)
         else:
             normed = self.norm1(hidden_states.float()).to(dtype)
         update = self.attn(normed, rotary_emb)
-        if self.adds and update.dtype is dtype and is_unhooked(self.norm2):
+        if self.adds and update.dtype is dtype and is_still(nn.RMSNorm, self.norm2):
             stream, normed = scale_add_rms_norm(
                 hidden_states, update, self.scale1, self.norm2.weight, self.norm2.eps
             )
@@ -95,15 +95,13 @@ class DecoderAttention(Rewrite):
     def _norm_rotate(
         self: Part, attn: Part, query: Tensor, key: Tensor, rotary: Rotary | None
     ) -> tuple[Tensor, Tensor]:
+        norm_q, norm_k = attn.norm_q, attn.norm_k
+        if self.rotates and rotary is not None and is_still(nn.RMSNorm, norm_q, norm_k):
+            return qk_rms_norm_rope(query, key, *rotary, norm_q.eps)
+        query, key = norm_q(query.float()).to(query.dtype), norm_k(key.float()).to(key.dtype)
         if rotary is None:
-            return (
-                attn.norm_q(query.float()).to(query.dtype),
-                attn.norm_k(key.float()).to(key.dtype),
-            )
-        eps = attn.norm_q.eps
-        if self.rotates:
-            return qk_rms_norm_rope(query, key, *rotary, eps)
-        return norm_rope_reference(query, *rotary, eps), norm_rope_reference(key, *rotary, eps)
+            return query, key
+        return rotate_reference(query, *rotary), rotate_reference(key, *rotary)
 
 
 class FusedWeights(Rewrite):
@@ -129,7 +127,7 @@ class GatedProjection(Rewrite):
 
     def forward(self: Part, hidden_states: Tensor) -> Tensor:
         """Return the gated rows."""
-        if self.gates:
+        if self.gates and is_still(nn.SiLU, self.activation):
             return swiglu(self.proj(hidden_states))
         result: Tensor = super().forward(hidden_states)  # type: ignore[misc]
         return result
@@ -142,7 +140,7 @@ class GatedLinear(Rewrite):
 
     def forward(self: Part, hidden_states: Tensor) -> Tensor:
         """Return the gated rows."""
-        if self.gates and is_free_dense(self.proj):
+        if self.gates and is_still(nn.SiLU, self.activation) and is_free_dense(self.proj):
             return swiglu_linear(hidden_states, self.proj.weight, self.proj.bias)
         result: Tensor = super().forward(hidden_states)  # type: ignore[misc]
         return result
@@ -195,7 +193,7 @@ def separate_projection(attn: Part, x: Tensor) -> tuple[Tensor, ...]:
 def fused_projection(attn: Part, x: Tensor) -> tuple[Tensor, ...]:
     """Return Q, K and V as views of one GEMM's result, where their weights share a storage."""
     linears = qkv_of(attn)
-    if torch.compiler.is_compiling() or not is_unhooked(*linears):
+    if torch.compiler.is_compiling() or not all(map(is_free_dense, linears)):
         return separate_projection(attn, x)
     weight = adjacent([linear.weight for linear in linears])
     bias = adjacent([linear.bias for linear in linears])

@@ -10,12 +10,12 @@ from diffusers.models.transformers.transformer_minimax_h3 import (
     MiniMaxH3Attention,
     MiniMaxH3AttnProcessor,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantpolicy.kernels.quantised_rows import QuantisedRows
 from quantpolicy.runtime.mounts.feed_forward import take_codes, why_not_entered
 from quantpolicy.runtime.mounts.quantised_norm import Readers, quantised_rows
-from quantpolicy.runtime.mounts.site import Part, Rewrite, is_unhooked, why_not_attended_by
+from quantpolicy.runtime.mounts.site import Part, Rewrite, is_still, why_not_attended_by
 
 # Tables [R, D] of shift and scale.
 Tables = tuple[Tensor, Tensor]
@@ -45,7 +45,7 @@ class RefinerBlock(Rewrite):
         index: Tensor | None = None,
     ) -> Tensor | QuantisedRows:
         norm, readers = (self.norm1, self.norm2)[which], self._free_readers(which)
-        gives_codes = take_codes(readers) and is_unhooked(norm)
+        gives_codes = take_codes(readers) and is_still(nn.RMSNorm, norm)
         if tables is None or index is None:
             return quantised_rows(norm, x, readers) if gives_codes else norm(x)
         shift, scale = tables

@@ -185,6 +185,14 @@ def is_unhooked(*modules: Part) -> bool:
     return not any(why_not_bypassed(module) for module in modules)
 
 
+def is_still(kinds: type | tuple[type, ...], *modules: Part) -> bool:
+    """Return whether modules are what an op computes in their place, and have no hooks.
+
+    Asked at every call: one that was exchanged after a mount is called itself.
+    """
+    return all(isinstance(module, kinds) for module in modules) and is_unhooked(*modules)
+
+
 def is_dense(linear: Part) -> bool:
     """Return whether a Linear is still a plain one: it can be quantised while this is mounted."""
     return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter

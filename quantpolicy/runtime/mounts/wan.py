@@ -22,7 +22,7 @@ from quantpolicy.kernels.quantised_rows import QuantisedRows
 from quantpolicy.kernels.rms_norm import rms_norm
 from quantpolicy.kernels.token_rows import full_vector
 from quantpolicy.runtime.mounts.feed_forward import take_codes, why_not_entered
-from quantpolicy.runtime.mounts.site import Part, Rewrite, is_unhooked, why_not_attended_by
+from quantpolicy.runtime.mounts.site import Part, Rewrite, is_still, why_not_attended_by
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -81,7 +81,7 @@ class Block(Rewrite):
         shift: Vector | None = None,
     ) -> tuple[Tensor, Tensor | QuantisedRows]:
         norm = self._modules[_NORMS[index]]
-        if self.adds and isinstance(norm, nn.LayerNorm) and is_unhooked(norm):
+        if self.adds and is_still(nn.LayerNorm, norm):
             floor = floor_of_codes(self, index)
             if floor is not None:
                 added = (stream, update, *(gate or NO_VECTOR))
@@ -102,7 +102,7 @@ class Block(Rewrite):
         shift: Vector | None = None,
     ) -> Tensor | QuantisedRows:
         norm = self._modules[_NORMS[index]]
-        if isinstance(norm, nn.LayerNorm) and is_unhooked(norm):
+        if is_still(nn.LayerNorm, norm):
             modulation = (*(scale or NO_VECTOR), *(shift or NO_VECTOR))
             args = (x, norm.weight, norm.bias, *modulation, norm.eps)
             if self.quantises:
@@ -197,7 +197,7 @@ class Attention(Rewrite):
     ) -> tuple[Tensor, Tensor]:
         """Norm queries and keys over all heads and rotate them; return [B, S, H, D]."""
         norm_q, norm_k = attn.norm_q, attn.norm_k
-        is_free = is_unhooked(norm_q, norm_k)
+        is_free = is_still(nn.RMSNorm, norm_q, norm_k)
         if rotary is not None and self.rotates and is_free:
             return qk_norm_rope_across_heads(
                 query, key, norm_q.weight, norm_k.weight, *rotary, norm_q.eps

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import torch
 from diffusers.models.attention_processor import Attention
+from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers.transformer_z_image import (
     FeedForward,
     ZSingleStreamAttnProcessor,
@@ -21,7 +22,7 @@ from quantpolicy.runtime.mounts.quantised_norm import Readers, quantised_rows
 from quantpolicy.runtime.mounts.site import (
     Part,
     Rewrite,
-    is_unhooked,
+    is_still,
     why_not_attended_by,
     why_not_passed_on,
 )
@@ -61,7 +62,7 @@ class Block(Rewrite):
 
     def _normed(self: Part, index: int, x: Tensor, scale: Tensor | None) -> Tensor | QuantisedRows:
         norm = (self.attention_norm1, self.ffn_norm1)[index]
-        if self.quantises and is_unhooked(norm) and not why_not_passed(self, index):
+        if self.quantises and is_still(RMSNorm, norm) and not why_not_passed(self, index):
             readers = readers_of(self, index)
             if take_codes(readers):
                 return quantised_rows(norm, x, readers, scale)
